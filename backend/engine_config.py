@@ -1,0 +1,104 @@
+"""Engine settings of one served model: ``model.yaml`` beside it in the model repository."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it, the allowed values and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Raises ConfigError, naming the field, on a bad value.
+
+    ``weights`` is a name in the catalogue (see ``shoal models``), a GGUF file or a folder with
+    ``config.json`` and safetensors. Lengths are in tokens, sizes in MiB, times in seconds.
+    """
+
+    weights: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None  # None: the model's own context, or what the KV pool holds
+    block_size: int = 16
+    kv_cache_mib: int = 1024
+    num_kv_blocks: int | None = None  # overrides kv_cache_mib
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queued_requests: int = 1024
+    num_threads: int | None = None  # CPU threads of the worker; None: all cores
+    step_log: str | None = None  # a file that gets one JSON line per engine step
+    worker_start_timeout_s: float = 300.0
+    worker_stall_timeout_s: float = 60.0  # a step longer than this counts as a hang
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weights, str) or not self.weights:
+            raise ConfigError("weights must name a model, a GGUF file or a checkpoint folder.")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}.")
+        if self.device not in ("auto", "cpu", "cuda", "mps"):
+            raise ConfigError("device must be one of auto, cpu, cuda, mps.")
+        if self.step_log is not None and not isinstance(self.step_log, str):
+            raise ConfigError("step_log must be a file name.")
+        _check_range("max_model_len", self.max_model_len, 16, 2**24, optional=True)
+        _check_range("block_size", self.block_size, 1, 256)
+        _check_range("kv_cache_mib", self.kv_cache_mib, 1, 2**24)
+        _check_range("num_kv_blocks", self.num_kv_blocks, 2, 2**31, optional=True)
+        _check_range("max_num_seqs", self.max_num_seqs, 1, 4096)
+        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_range("max_queued_requests", self.max_queued_requests, 1, 2**20)
+        _check_range("num_threads", self.num_threads, 1, 1024, optional=True)
+        _check_range("worker_start_timeout_s", self.worker_start_timeout_s, 1, 86400, whole=False)
+        _check_range("worker_stall_timeout_s", self.worker_stall_timeout_s, 1, 86400, whole=False)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running sequence can decode in each step."
+            )
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "EngineConfig":
+        """Build from decoded YAML. Unknown keys raise ConfigError."""
+        if not isinstance(values, dict):
+            raise ConfigError("model.yaml must hold a mapping of setting names to values.")
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(str(key) for key in set(values) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown setting {unknown[0][:64]!r}. Allowed: {', '.join(sorted(known))}."
+            )
+        if "weights" not in values:
+            raise ConfigError("weights is missing: name a model, a GGUF file or a folder.")
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: Path) -> "EngineConfig":
+        """Read ``model.yaml``. Raises ConfigError, naming the file."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path.name} cannot be read: {error.strerror}.") from error
+        try:
+            return cls.from_dict(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f" at line {mark.line + 1}" if mark else ""
+            raise ConfigError(f"{path.name} is not valid YAML{where}.") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path.name}: {error}") from error
+
+
+def _check_range(
+    name: str, value: Any, low: float, high: float, optional: bool = False, whole: bool = True
+) -> None:
+    if value is None and optional:
+        return
+    kind = "a whole number" if whole else "a number"
+    allowed = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
+        raise ConfigError(f"{name} must be {kind} in [{low:g}, {high:g}].")

@@ -1,0 +1,78 @@
+"""Messages between the dispatcher (in the Triton stub) and a worker, as msgpack over ZeroMQ.
+
+One tagged union each way; both ends decode with a typed decoder, so nothing is ever unpickled.
+"""
+
+import msgspec
+
+from shoal.scheduler.outputs import StepOutput
+from shoal.scheduler.sampling_params import SamplingParams
+
+
+class AddSequence(msgspec.Struct, frozen=True, tag=True):
+    """Run this sequence. ``token_ids`` may already hold outputs (replay after a crash)."""
+
+    seq_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+class AbortSequence(msgspec.Struct, frozen=True, tag=True):
+    """Stop this sequence and free what it holds. Unknown ids are ignored. No reply is sent."""
+
+    seq_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave at once."""
+
+
+ToWorker = AddSequence | AbortSequence | Shutdown
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """A phase of start-up; ``done`` and ``total`` are bytes, 0 where a phase has none."""
+
+    phase: str
+    done: int = 0
+    total: int = 0
+
+
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and a first step has run."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """The worker cannot start, for a reason its operator can act on."""
+
+    message: str
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
+    """Headroom and progress, after every step and at least every 50 ms while idle."""
+
+    step: int
+    free_blocks: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+
+
+class StepResults(msgspec.Struct, frozen=True, tag=True):
+    """All outputs of one step in one message, with the status after it."""
+
+    outputs: list[StepOutput]
+    status: WorkerStatus
+
+
+FromWorker = LoadProgress | WorkerReady | LoadFailed | WorkerStatus | StepResults

@@ -1,0 +1,58 @@
+"""What one engine step was asked to do, and what came of it."""
+
+from dataclasses import dataclass
+
+from shoal.scheduler.sequence import FinishReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """``num_tokens`` tokens of ``sequence``, from ``num_computed_tokens`` on, run in this step.
+
+    Blocks for them are already in the sequence's block table.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the last known token, so that a next one must be sampled."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: scheduled sequences in batch order (running before newly admitted)."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    preempted: tuple[int, ...] = ()  # seq_ids that lost their blocks in this step
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A sampled token; logprobs only when the sequence asked for them."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one sequence gained in one step: a token, a finish, or both.
+
+    ``output_index`` is the token's index among the sequence's outputs; a receiver that was told of
+    a token before (replay) drops it by this index.
+    """
+
+    seq_id: int
+    output_index: int
+    token: SampledToken | None
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None

@@ -1,0 +1,134 @@
+"""Sampling parameters of one sequence, validated once at the edge."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shoal.scheduler.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256  # characters
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose each next token. Raises RequestError, naming the field, when out of range.
+
+    ``max_tokens=None`` means up to the end of the context; intake replaces it by a number.
+    ``seed=None`` means intake draws one, so that a replay gives the same text.
+    ``logprobs`` is the number of top alternatives to report with each token's own log-probability.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _check_float("temperature", self.temperature, 0.0, 2.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
+        _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, optional=True)
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _check_int("n", self.n, 1, 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError("ignore_eos must be true or false.", param="ignore_eos")
+        _check_stop(self.stop)
+        _check_stop_token_ids(self.stop_token_ids)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}).", param="min_tokens"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken. A tiny temperature counts as zero."""
+        return self.temperature < 1e-5 or self.top_k == 1
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "SamplingParams":
+        """Build from decoded JSON. Null means absent; an unknown name is an error, never dropped.
+
+        ``stop`` may be a string or a list of strings; ``max_completion_tokens`` and
+        ``max_new_tokens`` are taken as ``max_tokens`` (the first one present in that order wins
+        over ``max_tokens``).
+        """
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in values.items() if value is not None}
+        for alias in ("max_completion_tokens", "max_new_tokens"):
+            if alias in values:
+                _check_int(alias, values[alias], 1, 2**31 - 1)
+                values["max_tokens"] = values.pop(alias)
+                break
+        for alias in ("max_completion_tokens", "max_new_tokens"):
+            values.pop(alias, None)
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise RequestError(
+                f"Unknown sampling parameter {unknown[0][:64]!r}. "
+                f"Allowed: {', '.join(sorted(known))}.",
+                param=unknown[0][:64],
+                code="unknown_parameter",
+            )
+        if isinstance(values.get("stop"), str):
+            values["stop"] = (values["stop"],)
+        for name in ("stop", "stop_token_ids"):
+            if name in values:
+                if not isinstance(values[name], list | tuple):
+                    raise RequestError(f"{name} must be a list.", param=name, code="invalid_type")
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def _check_float(name: str, value: Any, low: float, high: float, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number.", param=name, code="invalid_type")
+    # NaN compares false with everything, so ask what must hold, not what must not.
+    above = value > low if low_open else value >= low
+    if not (math.isfinite(value) and above and value <= high):
+        bracket = "(" if low_open else "["
+        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}].", param=name)
+
+
+def _check_int(name: str, value: Any, low: int, high: int, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be a whole number.", param=name, code="invalid_type")
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be in [{low}, {high}].", param=name)
+
+
+def _check_stop(stop: Any) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings.", param="stop")
+    for text in stop:
+        if not isinstance(text, str):
+            raise RequestError("stop must hold strings.", param="stop", code="invalid_type")
+        if not 1 <= len(text) <= MAX_STOP_LENGTH:
+            raise RequestError(
+                f"Each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+            )
+
+
+def _check_stop_token_ids(ids: Any) -> None:
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids.", param="stop_token_ids"
+        )
+    for token_id in ids:
+        _check_int("stop_token_ids", token_id, 0, 2**31 - 1)

@@ -1,0 +1,64 @@
+"""One sequence: its tokens, how far they are computed, and where its KV blocks lie."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from shoal.scheduler.sampling_params import SamplingParams
+
+
+class SequenceStatus(IntEnum):
+    """Ordered, so that ``status >= FINISHED`` is the one test for finished."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED = 3
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and its growing output, inside one worker.
+
+    Owned by the engine thread. ``token_ids`` holds the prompt, then the output; a sequence replayed
+    after a crash arrives with part of its output already there. ``num_computed_tokens`` chases
+    ``num_tokens``: prefill, chunked prefill, decode and recompute are all that one rule.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+    arrival_step: int = 0  # engine step number at which the worker received it
+
+    def __post_init__(self) -> None:
+        assert 0 < self.num_prompt_tokens <= len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status >= SequenceStatus.FINISHED
