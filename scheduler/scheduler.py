@@ -1,0 +1,249 @@
+"""The iteration scheduler: which tokens of which sequences run in the next step."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.scheduler.errors import RequestError
+from shoal.scheduler.kv_manager import KVCacheManager
+from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput, StepOutput
+from shoal.scheduler.sequence import FinishReason, Sequence, SequenceStatus
+
+_NONE_FAILED: Mapping[int, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step and of one sequence. Raises ValueError when they cannot work together."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int  # the token budget of one step
+    max_model_len: int  # prompt and output together
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.max_model_len < 2:
+            raise ValueError("max_num_seqs must be at least 1 and max_model_len at least 2.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                "max_num_batched_tokens must be at least max_num_seqs, so that every running "
+                "sequence can decode in each step."
+            )
+
+
+class Scheduler:
+    """Lets ``num_computed_tokens`` of every sequence chase its ``num_tokens``, step by step.
+
+    There is no prefill or decode phase. Each step:
+
+    1. **Admit** waiting sequences in arrival order while a slot is free and the blocks of all
+       their known tokens, and of the next, fit beside what the running ones still lack.
+    2. **Share** the token budget. A running sequence that lacks one token (decode) gets it. Half
+       of what is left goes to the prefills with the fewest tokens to go, so a short prompt never
+       waits behind a long one; the rest goes to prefills in arrival order, so a long prompt never
+       starves behind short ones.
+    3. **Allocate** blocks in arrival order. When they run out, the latest arrived running sequence
+       loses its blocks (recompute) and goes back to the front of the waiting.
+
+    The earliest running sequence gets at least one token in each step, and the pool holds it at its
+    longest, so there is always progress. Owned by the engine thread.
+    """
+
+    # Arrival order is the order of add(). Both lists keep it, and every running sequence arrived
+    # before every waiting one: admission takes from the front of one, preemption puts back the
+    # end of the other.
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        if config.max_model_len > kv.max_num_tokens:
+            raise ValueError(f"max_model_len must be at most {kv.max_num_tokens}: the KV pool.")
+        self.config = config
+        self.kv = kv
+        self.num_preemptions = 0
+        self._live: dict[int, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def free_blocks(self) -> int:
+        return self.kv.num_free_blocks
+
+    def add(self, sequence: Sequence) -> None:
+        """Take over a new sequence. Raises RequestError when it leaves no room for a token."""
+        assert sequence.seq_id not in self._live, f"sequence {sequence.seq_id} was added twice"
+        if sequence.num_tokens >= self.config.max_model_len:
+            raise RequestError(
+                f"The prompt must have at most {self.config.max_model_len - 1} tokens, "
+                f"not {sequence.num_tokens}. Shorten it.",
+                code="context_length_exceeded",
+            )
+        self._live[sequence.seq_id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, seq_id: int) -> bool:
+        """Drop a sequence and free its blocks; False when it is not here (any more)."""
+        sequence = self._live.get(seq_id)
+        if sequence is None:
+            return False
+        self._finish(sequence, FinishReason.CANCELLED)
+        return True
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step and allocate its blocks. Empty only when nothing is live."""
+        self._admit_waiting()
+        num_tokens = self._share_budget()
+        preempted = self._allocate(num_tokens)
+        scheduled = tuple(
+            ScheduledSequence(sequence, num_tokens[sequence.seq_id])
+            for sequence in self._running
+            if sequence.seq_id in num_tokens
+        )
+        return SchedulerOutput(scheduled, tuple(preempted))
+
+    def update_from_output(
+        self,
+        output: SchedulerOutput,
+        sampled: Mapping[int, SampledToken],
+        failed: Mapping[int, str] = _NONE_FAILED,
+    ) -> list[StepOutput]:
+        """Apply what the step computed, by seq_id. Failed and finished sequences are freed."""
+        outputs = []
+        for item in output.scheduled:
+            sequence = item.sequence
+            if sequence.is_finished:  # aborted while the step ran
+                continue
+            if sequence.seq_id in failed:
+                outputs.append(self._fail(sequence, failed[sequence.seq_id]))
+                continue
+            samples = item.samples
+            sequence.num_computed_tokens += item.num_tokens
+            if samples:
+                outputs.append(self._append(sequence, sampled[sequence.seq_id]))
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Assert that lists, statuses, limits and blocks agree. For tests; costs O(blocks)."""
+        assert len(self._running) <= self.config.max_num_seqs
+        members = [*self._running, *self._waiting]
+        assert len(members) == len(self._live)
+        for sequence in members:
+            assert self._live[sequence.seq_id] is sequence
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+            assert sequence.num_tokens < self.config.max_model_len
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running)
+        for sequence in self._waiting:
+            assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+            assert not sequence.block_table
+        self.kv.check_integrity(members)
+
+    def _admit_waiting(self) -> None:
+        spare = self.kv.num_free_blocks - sum(
+            self.kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self._running
+        )
+        while self._waiting and len(self._running) < self.config.max_num_seqs:
+            sequence = self._waiting[0]
+            num_blocks = self.kv.num_missing_blocks(sequence, sequence.num_tokens + 1)
+            # A preempted sequence also leaves a block for each running one to grow into; else it
+            # would soon be preempted again, with its recompute wasted.
+            margin = len(self._running) if sequence.status is SequenceStatus.PREEMPTED else 0
+            if num_blocks + margin > spare:
+                return
+            spare -= num_blocks
+            self._waiting.popleft()
+            sequence.status = SequenceStatus.RUNNING
+            self._running.append(sequence)
+
+    def _share_budget(self) -> dict[int, int]:
+        """Tokens to run, by seq_id. See step 2 of the class docstring."""
+        lacking = {s.seq_id: s.num_uncomputed_tokens for s in self._running}
+        prefills = [s.seq_id for s in self._running if s.num_uncomputed_tokens > 1]
+        num_tokens = {seq_id: 1 for seq_id, lacks in lacking.items() if lacks == 1}
+        budget = self.config.max_num_batched_tokens - len(num_tokens)
+        quick_budget = budget // 2  # rounded down: arrival order wins the last token
+        for seq_id in sorted(prefills, key=lacking.__getitem__):
+            grant = min(lacking[seq_id], quick_budget)
+            num_tokens[seq_id] = grant
+            quick_budget -= grant
+            budget -= grant
+        for seq_id in prefills:
+            grant = min(lacking[seq_id] - num_tokens[seq_id], budget)
+            num_tokens[seq_id] += grant
+            budget -= grant
+        return {seq_id: count for seq_id, count in num_tokens.items() if count}
+
+    def _allocate(self, num_tokens: dict[int, int]) -> list[int]:
+        """Allocate blocks for ``num_tokens``; removes from it, and returns, what was preempted."""
+        preempted: list[int] = []
+        for sequence in tuple(self._running):
+            while sequence.seq_id in num_tokens:
+                if self.kv.allocate_slots(sequence, num_tokens[sequence.seq_id]) is not None:
+                    break
+                victim = self._preempt_latest()
+                num_tokens.pop(victim.seq_id, None)
+                preempted.append(victim.seq_id)
+        return preempted
+
+    def _preempt_latest(self) -> Sequence:
+        """Move the latest arrived running sequence to the front of the waiting, to recompute."""
+        assert len(self._running) > 1, "one sequence outgrew the whole KV pool"
+        victim = self._running.pop()
+        self.kv.free(victim)
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        victim.status = SequenceStatus.PREEMPTED
+        self._waiting.appendleft(victim)
+        self.num_preemptions += 1
+        return victim
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
+        output_index = sequence.num_output_tokens
+        sequence.token_ids.append(token.token_id)
+        reason = self._finish_reason(sequence, token.token_id)
+        if reason is not None:
+            self._finish(sequence, reason)
+        return StepOutput(sequence.seq_id, output_index, token, reason, sequence.num_cached_tokens)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        if sequence.num_output_tokens >= sampling.min_tokens:
+            if token_id in sequence.eos_token_ids and not sampling.ignore_eos:
+                return FinishReason.STOP
+            if token_id in sampling.stop_token_ids:
+                return FinishReason.STOP
+        if sampling.max_tokens is not None and sequence.num_output_tokens >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        if sequence.num_tokens >= self.config.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _fail(self, sequence: Sequence, message: str) -> StepOutput:
+        self._finish(sequence, FinishReason.ERROR)
+        return StepOutput(
+            sequence.seq_id,
+            sequence.num_output_tokens,
+            None,
+            FinishReason.ERROR,
+            sequence.num_cached_tokens,
+            message,
+        )
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """The one way out: leave every list, free the blocks."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        del self._live[sequence.seq_id]
+        self.kv.free(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason

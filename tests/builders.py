@@ -1,0 +1,98 @@
+"""Builders of scheduler objects for tests, and a step without a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.scheduler.block_pool import BlockPool
+from shoal.scheduler.kv_manager import KVCacheManager
+from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
+from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
+from shoal.scheduler.sequence import Sequence
+
+EOS = 2
+
+
+def fake_token(seq_id: int, output_index: int) -> SampledToken:
+    """The token that the pretended model gives: it depends on its arguments alone, never EOS."""
+    return SampledToken(1000 + (seq_id * 7919 + output_index * 104729) % 5003)
+
+
+def make_sampling(**sampling: Any) -> SamplingParams:
+    """Sampling parameters with a seed and at most 8 tokens, unless told otherwise."""
+    return SamplingParams(**{"max_tokens": 8, "seed": 0, **sampling})
+
+
+def make_sequence(
+    seq_id: int = 0,
+    num_prompt_tokens: int = 16,
+    *,
+    num_output_tokens: int = 0,
+    eos_token_ids: frozenset[int] = frozenset({EOS}),
+    **sampling: Any,
+) -> Sequence:
+    """A sequence as it arrives; with outputs, as a replay does."""
+    prompt = [10 + (seq_id + i) % 100 for i in range(num_prompt_tokens)]
+    outputs = [fake_token(seq_id, i).token_id for i in range(num_output_tokens)]
+    return Sequence(
+        seq_id, prompt + outputs, num_prompt_tokens, make_sampling(**sampling), eos_token_ids
+    )
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 512,
+    max_model_len: int | None = None,
+) -> Scheduler:
+    """A scheduler over a new pool; by default a sequence may fill the whole pool."""
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len or num_blocks * block_size,
+    )
+    return Scheduler(config, KVCacheManager(BlockPool(num_blocks, block_size)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: what was scheduled, and what came out."""
+
+    output: SchedulerOutput
+    num_tokens: dict[int, int]  # by seq_id
+    results: list[StepOutput]
+
+    @property
+    def seq_ids_with_token(self) -> set[int]:
+        return {result.seq_id for result in self.results if result.token is not None}
+
+
+def run_step(
+    scheduler: Scheduler,
+    *,
+    tokens: Mapping[int, int] | None = None,
+    failed: Mapping[int, str] | None = None,
+) -> Step:
+    """Schedule, pretend to run, update. ``tokens`` replaces the fake token of some seq_ids."""
+    output = scheduler.schedule()
+    num_tokens = {item.sequence.seq_id: item.num_tokens for item in output.scheduled}
+    sampled = {
+        item.sequence.seq_id: fake_token(item.sequence.seq_id, item.sequence.num_output_tokens)
+        for item in output.scheduled
+        if item.samples
+    }
+    sampled |= {seq_id: SampledToken(token_id) for seq_id, token_id in (tokens or {}).items()}
+    results = scheduler.update_from_output(output, sampled, failed or {})
+    scheduler.check_integrity()
+    return Step(output, num_tokens, results)
+
+
+def run_until_token(scheduler: Scheduler, seq_id: int, max_steps: int = 1000) -> int:
+    """Step until the sequence gives a token; the number of steps that took."""
+    for num_steps in range(1, max_steps + 1):
+        if seq_id in run_step(scheduler).seq_ids_with_token:
+            return num_steps
+    raise AssertionError(f"sequence {seq_id} gave no token in {max_steps} steps")

@@ -1,0 +1,472 @@
+import pytest
+from builders import fake_token, make_sampling
+
+from shoal.scheduler.dispatcher import (
+    Abort,
+    Add,
+    Command,
+    Delivery,
+    Dispatcher,
+    DispatcherConfig,
+    WorkerCapacity,
+)
+from shoal.scheduler.errors import RequestError
+from shoal.scheduler.outputs import StepOutput
+from shoal.scheduler.sequence import FinishReason
+
+WORKER = 1
+
+
+def make_dispatcher(max_queued_requests: int = 100, max_replays: int = 3) -> Dispatcher:
+    return Dispatcher(DispatcherConfig(max_queued_requests, max_replays))
+
+
+def make_capacity(
+    num_blocks: int = 100, max_num_seqs: int = 8, max_model_len: int | None = None
+) -> WorkerCapacity:
+    return WorkerCapacity(num_blocks, 16, max_num_seqs, max_model_len or 16 * num_blocks)
+
+
+def make_ready(num_blocks: int = 100, max_num_seqs: int = 8, max_replays: int = 3) -> Dispatcher:
+    dispatcher = make_dispatcher(max_replays=max_replays)
+    assert dispatcher.worker_ready(WORKER, make_capacity(num_blocks, max_num_seqs)) == []
+    return dispatcher
+
+
+def add(dispatcher: Dispatcher, *seq_ids: int, num_prompt: int = 16, now: float = 0.0) -> None:
+    for seq_id in seq_ids:
+        dispatcher.add(seq_id, [7] * num_prompt, make_sampling(max_tokens=500), now)
+
+
+def added(commands: list[Command]) -> list[int]:
+    """Seq_ids handed over; the commands must be nothing else."""
+    assert all(isinstance(command, Add) for command in commands)
+    return [command.sequence.seq_id for command in commands if isinstance(command, Add)]
+
+
+def token(seq_id: int, index: int, reason: FinishReason | None = None) -> StepOutput:
+    return StepOutput(seq_id, index, fake_token(seq_id, index), reason)
+
+
+def give(dispatcher: Dispatcher, *outputs: StepOutput, worker_id: int = WORKER) -> list[Delivery]:
+    deliveries = dispatcher.outputs(worker_id, list(outputs), 1.0)
+    dispatcher.check_integrity()
+    return deliveries
+
+
+class TestHandOver:
+    def test_waits_for_a_worker_then_goes_in_order(self) -> None:
+        dispatcher = make_dispatcher()
+        add(dispatcher, 3, 1, 2)
+        assert dispatcher.poll(0.0) == []
+        assert dispatcher.num_queued == 3
+        dispatcher.worker_ready(WORKER, make_capacity())
+        assert added(dispatcher.poll(0.0)) == [3, 1, 2]
+        assert dispatcher.poll(0.0) == []
+        assert (dispatcher.num_queued, dispatcher.num_live) == (0, 3)
+        assert dispatcher.live_seq_ids == (3, 1, 2)
+
+    def test_never_more_than_the_slots(self) -> None:
+        dispatcher = make_ready(max_num_seqs=2)
+        add(dispatcher, 0, 1, 2)
+        assert added(dispatcher.poll(0.0)) == [0, 1]
+        give(dispatcher, token(0, 0, FinishReason.STOP))
+        assert added(dispatcher.poll(0.0)) == [2]
+
+    def test_counts_what_no_report_shows_yet(self) -> None:
+        dispatcher = make_ready(num_blocks=10)
+        add(dispatcher, 0, 1, 2, num_prompt=63)  # 4 blocks each with the next token
+        assert added(dispatcher.poll(0.0)) == [0, 1]
+        # The worker has not seen them, or has run a first chunk only: still no room for the third.
+        dispatcher.worker_status(WORKER, 10, 0, 0, 0)
+        assert dispatcher.poll(0.0) == []
+        dispatcher.worker_status(WORKER, 8, 2, 0, 1)
+        assert dispatcher.poll(0.0) == []
+
+    def test_counts_the_next_token(self) -> None:
+        dispatcher = make_ready(num_blocks=3)
+        add(dispatcher, 0, 1, num_prompt=16)
+        assert added(dispatcher.poll(0.0)) == [0]  # 16 tokens and one more: 2 of 3 blocks
+        assert dispatcher.poll(0.0) == []
+
+    def test_counts_growth_by_outputs(self) -> None:
+        dispatcher = make_ready(num_blocks=4)
+        add(dispatcher, 0, num_prompt=30)
+        dispatcher.poll(0.0)
+        give(dispatcher, token(0, 0), token(0, 1))  # 32 tokens and one more: 3 blocks
+        add(dispatcher, 1, num_prompt=16)
+        assert dispatcher.poll(0.0) == []
+        give(dispatcher, token(0, 2, FinishReason.STOP))
+        assert added(dispatcher.poll(0.0)) == [1]
+
+    def test_believes_a_report_of_less_than_it_expects(self) -> None:
+        dispatcher = make_ready(num_blocks=10)
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        add(dispatcher, 1, num_prompt=60)
+        dispatcher.worker_status(WORKER, 3, 1, 0, 1)  # 7 in use, 2 of them known
+        assert dispatcher.poll(0.0) == []
+        dispatcher.worker_status(WORKER, 8, 1, 0, 2)
+        assert added(dispatcher.poll(0.0)) == [1]
+
+    def test_a_report_of_what_it_knows_takes_no_room_twice(self) -> None:
+        dispatcher = make_ready(num_blocks=10)
+        add(dispatcher, 0, num_prompt=63)
+        dispatcher.poll(0.0)
+        dispatcher.worker_status(WORKER, 6, 1, 0, 1)
+        add(dispatcher, 1, num_prompt=63)
+        assert added(dispatcher.poll(0.0)) == [1]
+
+    def test_the_prompt_is_copied(self) -> None:
+        dispatcher = make_ready()
+        prompt = [7] * 16
+        dispatcher.add(0, prompt, make_sampling(), 0.0)
+        dispatcher.poll(0.0)
+        give(dispatcher, token(0, 0))
+        assert prompt == [7] * 16
+
+    def test_an_idle_worker_takes_the_head_whatever_it_reports(self) -> None:
+        dispatcher = make_ready(num_blocks=10)
+        dispatcher.worker_status(WORKER, 1, 0, 0, 5)
+        add(dispatcher, 0, num_prompt=159)
+        assert added(dispatcher.poll(0.0)) == [0]
+
+    def test_nothing_passes_a_head_that_does_not_fit_yet(self) -> None:
+        dispatcher = make_ready(num_blocks=10)
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        add(dispatcher, 1, num_prompt=150)
+        add(dispatcher, 2)
+        assert dispatcher.poll(0.0) == []
+        give(dispatcher, token(0, 0, FinishReason.STOP))
+        assert added(dispatcher.poll(0.0)) == [1]
+
+    def test_the_emptier_worker_is_chosen(self) -> None:
+        dispatcher = make_ready()
+        dispatcher.worker_ready(2, make_capacity())
+        add(dispatcher, 0, 1, 2, num_prompt=100)
+        commands = dispatcher.poll(0.0)
+        workers = [command.worker_id for command in commands]
+        assert workers[0] != workers[1]
+        assert sorted(workers) in ([1, 1, 2], [1, 2, 2])
+
+
+class TestLimits:
+    def test_full_queue_is_a_429_with_growing_retry_times(self) -> None:
+        dispatcher = make_dispatcher(max_queued_requests=2)
+        add(dispatcher, 0, 1)
+        retries = []
+        for seq_id in (2, 3):
+            with pytest.raises(RequestError) as error:
+                add(dispatcher, seq_id)
+            assert (error.value.status, error.value.code) == (429, "queue_full")
+            assert error.value.retry_after_ms is not None
+            retries.append(error.value.retry_after_ms)
+        assert 0 < retries[0] < retries[1]
+        assert dispatcher.live_seq_ids == (0, 1)
+
+    def test_retry_time_follows_the_service_time(self) -> None:
+        def retry_after_ms(service_s: float) -> int:
+            dispatcher = make_dispatcher(max_queued_requests=40)
+            dispatcher.worker_ready(WORKER, make_capacity(max_num_seqs=1))
+            add(dispatcher, *range(40))
+            for seq_id in range(30):
+                dispatcher.poll(0.0)
+                dispatcher.outputs(WORKER, [token(seq_id, 0, FinishReason.STOP)], service_s)
+            add(dispatcher, *range(40, 70))
+            with pytest.raises(RequestError) as error:
+                add(dispatcher, 99)
+            assert error.value.retry_after_ms is not None
+            return error.value.retry_after_ms
+
+        assert 4_000 < retry_after_ms(5.0) < 6_000
+        assert 100 <= retry_after_ms(0.001) < 200
+        assert retry_after_ms(1e6) == 60_000
+
+    def test_retry_times_shrink_as_places_come_free(self) -> None:
+        def refuse(seq_id: int) -> int:
+            with pytest.raises(RequestError) as error:
+                add(dispatcher, seq_id)
+            assert error.value.retry_after_ms is not None
+            return error.value.retry_after_ms
+
+        dispatcher = make_dispatcher(max_queued_requests=2)
+        add(dispatcher, 0, 1)
+        first, *_, fifth = [refuse(seq_id) for seq_id in range(100, 105)]
+        dispatcher.worker_ready(WORKER, make_capacity(max_num_seqs=1))
+        dispatcher.poll(0.0)  # one place comes free, so the next is told what the fifth was
+        add(dispatcher, 2)
+        assert refuse(105) == fifth
+        for seq_id in range(3):  # the queue empties: nobody is ahead any more
+            dispatcher.abort(seq_id)
+        dispatcher.poll(0.0)
+        add(dispatcher, 3)
+        dispatcher.poll(0.0)
+        add(dispatcher, 4, 5)
+        assert refuse(106) == first
+
+    def test_a_replay_is_never_refused(self) -> None:
+        dispatcher = make_dispatcher(max_queued_requests=1)
+        dispatcher.worker_ready(WORKER, make_capacity())
+        for seq_id in range(3):
+            add(dispatcher, seq_id)
+            dispatcher.poll(0.0)
+        add(dispatcher, 3)
+        assert dispatcher.worker_dead(WORKER, 1.0) == []
+        assert dispatcher.num_queued == 4
+
+    def test_draining_refuses_new_and_finishes_old(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.drain()
+        with pytest.raises(RequestError) as error:
+            add(dispatcher, 1)
+        assert (error.value.status, error.value.code) == (503, "draining")
+        assert added(dispatcher.poll(0.0)) == [0]
+        (delivery,) = give(dispatcher, token(0, 0, FinishReason.STOP))
+        assert delivery.finish_reason is FinishReason.STOP
+        assert dispatcher.num_live == 0
+
+    def test_what_no_worker_can_hold_is_refused_at_once(self) -> None:
+        dispatcher = make_dispatcher()
+        dispatcher.worker_ready(WORKER, make_capacity(num_blocks=10, max_model_len=100))
+        with pytest.raises(RequestError, match="at most 99 tokens") as error:
+            add(dispatcher, 0, num_prompt=100)
+        assert error.value.code == "context_length_exceeded"
+        add(dispatcher, 1, num_prompt=99)
+        assert added(dispatcher.poll(0.0)) == [1]
+
+    def test_what_was_queued_before_and_can_never_fit_fails_when_a_worker_comes(self) -> None:
+        dispatcher = make_dispatcher()
+        add(dispatcher, 0, num_prompt=500)
+        add(dispatcher, 1)
+        (delivery,) = dispatcher.worker_ready(WORKER, make_capacity(num_blocks=10))
+        assert delivery.seq_id == 0
+        assert delivery.finish_reason is FinishReason.ERROR
+        assert delivery.error is not None
+        assert delivery.error.status == 400
+        assert added(dispatcher.poll(0.0)) == [1]
+
+    @pytest.mark.parametrize(("max_queued", "max_replays"), [(0, 3), (1, -1)])
+    def test_config_is_checked(self, max_queued: int, max_replays: int) -> None:
+        with pytest.raises(ValueError, match="at least"):
+            DispatcherConfig(max_queued, max_replays)
+
+
+class TestOutputs:
+    def test_tokens_pass_and_the_finish_is_the_last(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        assert give(dispatcher, token(0, 0)) == [Delivery(0, fake_token(0, 0))]
+        last = token(0, 1, FinishReason.LENGTH)
+        assert give(dispatcher, last) == [Delivery(0, fake_token(0, 1), FinishReason.LENGTH)]
+        assert give(dispatcher, token(0, 2), last) == []
+        assert dispatcher.num_live == 0
+
+    def test_cached_tokens_pass(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        (delivery,) = give(dispatcher, StepOutput(0, 0, fake_token(0, 0), None, 16))
+        assert delivery.num_cached_tokens == 16
+
+    def test_what_was_delivered_before_is_dropped(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        give(dispatcher, token(0, 0), token(0, 1))
+        assert give(dispatcher, token(0, 0), token(0, 1)) == []
+        assert give(dispatcher, token(0, 2)) == [Delivery(0, fake_token(0, 2))]
+
+    def test_a_finish_is_not_dropped_with_its_doubled_token(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        give(dispatcher, token(0, 0))
+        assert give(dispatcher, token(0, 0, FinishReason.STOP)) == [
+            Delivery(0, None, FinishReason.STOP)
+        ]
+
+    def test_a_gap_fails_that_sequence_alone(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0, 1)
+        dispatcher.poll(0.0)
+        gap, fine = give(dispatcher, token(0, 1), token(1, 0))
+        assert (gap.seq_id, gap.token, gap.finish_reason) == (0, None, FinishReason.ERROR)
+        assert fine == Delivery(1, fake_token(1, 0))
+        assert dispatcher.poll(0.0) == [Abort(WORKER, 0)]
+        assert dispatcher.poll(0.0) == []
+
+    def test_an_error_keeps_its_message(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        failed = StepOutput(0, 0, None, FinishReason.ERROR, error="The logits are not finite.")
+        (delivery,) = give(dispatcher, failed)
+        assert delivery.finish_reason is FinishReason.ERROR
+        assert delivery.error is not None
+        assert (delivery.error.status, str(delivery.error)) == (500, "The logits are not finite.")
+
+    def test_only_the_worker_that_has_a_sequence_speaks_for_it(self) -> None:
+        dispatcher = make_ready()
+        dispatcher.worker_ready(2, make_capacity())
+        add(dispatcher, 0)
+        (command,) = dispatcher.poll(0.0)
+        other = 2 if command.worker_id == WORKER else WORKER
+        assert give(dispatcher, token(0, 0, FinishReason.STOP), worker_id=other) == []
+        assert dispatcher.live_seq_ids == (0,)
+
+    def test_unknown_sequences_and_workers_are_ignored(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        assert give(dispatcher, token(99, 0)) == []
+        assert give(dispatcher, token(0, 0), worker_id=77) == []
+        dispatcher.worker_status(77, 0, 0, 0, 0)
+        assert dispatcher.worker_dead(77, 0.0) == []
+        assert give(dispatcher, token(0, 0)) == [Delivery(0, fake_token(0, 0))]
+
+
+class TestAbort:
+    def test_queued_is_dropped_without_a_command(self) -> None:
+        dispatcher = make_dispatcher()
+        add(dispatcher, 0, 1)
+        assert dispatcher.abort(0) == []
+        dispatcher.worker_ready(WORKER, make_capacity())
+        assert added(dispatcher.poll(0.0)) == [1]
+
+    def test_on_a_worker_it_frees_the_room_at_once(self) -> None:
+        dispatcher = make_ready(max_num_seqs=1)
+        add(dispatcher, 0, 1)
+        dispatcher.poll(0.0)
+        assert dispatcher.abort(0) == [Abort(WORKER, 0)]
+        assert added(dispatcher.poll(0.0)) == [1]
+        assert give(dispatcher, token(0, 0, FinishReason.STOP)) == []
+
+    def test_unknown_and_repeated_are_ignored(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        dispatcher.abort(0)
+        assert dispatcher.abort(0) == []
+        assert dispatcher.abort(5) == []
+
+    def test_fail_all_ends_everything_once(self) -> None:
+        dispatcher = make_ready(max_num_seqs=1)
+        add(dispatcher, 0, 1)
+        dispatcher.poll(0.0)
+        error = RequestError("Stopped.", status=503)
+        deliveries = dispatcher.fail_all(error)
+        assert [(d.seq_id, d.finish_reason, d.error) for d in deliveries] == [
+            (0, FinishReason.ERROR, error),
+            (1, FinishReason.ERROR, error),
+        ]
+        assert dispatcher.fail_all(error) == []
+        assert dispatcher.poll(0.0) == [Abort(WORKER, 0)]
+
+
+class TestReplay:
+    def test_nothing_is_sent_to_a_dead_worker(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        give(dispatcher, token(0, 1))  # a gap: an abort is due
+        dispatcher.worker_dead(WORKER, 1.0)
+        assert dispatcher.poll(1.0) == []
+
+    def test_goes_on_in_place_with_its_outputs(self) -> None:
+        dispatcher = make_ready(max_num_seqs=2)
+        add(dispatcher, 5, 4, 3)
+        dispatcher.poll(0.0)
+        give(dispatcher, token(4, 0), token(4, 1))
+        assert dispatcher.worker_dead(WORKER, 1.0) == []
+        dispatcher.check_integrity()
+        dispatcher.worker_ready(2, make_capacity())
+        commands = dispatcher.poll(1.0)
+        assert added(commands) == [5, 4, 3]
+        replayed = commands[1]
+        assert isinstance(replayed, Add)
+        assert replayed.worker_id == 2
+        outputs = [fake_token(4, index).token_id for index in range(2)]
+        assert replayed.sequence.token_ids == [7] * 16 + outputs
+        assert replayed.sequence.num_prompt_tokens == 16
+        assert give(dispatcher, token(4, 2), worker_id=2) == [Delivery(4, fake_token(4, 2))]
+
+    def test_late_outputs_of_the_dead_worker_are_dropped(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0)
+        dispatcher.poll(0.0)
+        dispatcher.worker_dead(WORKER, 1.0)
+        assert give(dispatcher, token(0, 0)) == []
+        dispatcher.worker_ready(2, make_capacity())
+        dispatcher.poll(1.0)
+        assert give(dispatcher, token(0, 0)) == []
+        assert give(dispatcher, token(0, 0), worker_id=2) == [Delivery(0, fake_token(0, 0))]
+
+    def test_two_workers_lost_one_after_the_other_keep_arrival_order(self) -> None:
+        dispatcher = make_ready()
+        dispatcher.worker_ready(2, make_capacity())
+        add(dispatcher, *range(6), num_prompt=64)
+        dispatcher.poll(0.0)
+        dispatcher.worker_dead(2, 1.0)
+        dispatcher.worker_dead(WORKER, 1.0)
+        dispatcher.worker_ready(3, make_capacity())
+        assert added(dispatcher.poll(1.0)) == list(range(6))
+
+    def test_abort_between_death_and_replay(self) -> None:
+        dispatcher = make_ready()
+        add(dispatcher, 0, 1)
+        dispatcher.poll(0.0)
+        dispatcher.worker_dead(WORKER, 1.0)
+        assert dispatcher.abort(0) == []
+        dispatcher.worker_ready(2, make_capacity())
+        assert added(dispatcher.poll(1.0)) == [1]
+
+    def test_gives_up_after_max_replays(self) -> None:
+        dispatcher = make_dispatcher(max_replays=3)
+        add(dispatcher, 0)
+        for worker_id in range(3):
+            dispatcher.worker_ready(worker_id, make_capacity())
+            assert added(dispatcher.poll(0.0)) == [0]
+            assert dispatcher.worker_dead(worker_id, 0.0) == []
+        dispatcher.worker_ready(3, make_capacity())
+        assert added(dispatcher.poll(0.0)) == [0]
+        (delivery,) = dispatcher.worker_dead(3, 0.0)
+        assert delivery.finish_reason is FinishReason.ERROR
+        assert delivery.error is not None
+        assert delivery.error.status == 500
+        assert dispatcher.num_live == 0
+
+    def test_without_replays_a_death_is_the_end(self) -> None:
+        dispatcher = make_ready(max_replays=0)
+        add(dispatcher, 0, 1)
+        dispatcher.poll(0.0)
+        assert [d.seq_id for d in dispatcher.worker_dead(WORKER, 0.0)] == [0, 1]
+
+    def test_progress_between_deaths_clears_the_count(self) -> None:
+        dispatcher = make_dispatcher(max_replays=1)
+        add(dispatcher, 0)
+        for worker_id in range(10):
+            dispatcher.worker_ready(worker_id, make_capacity())
+            assert added(dispatcher.poll(0.0)) == [0]
+            assert give(dispatcher, token(0, worker_id), worker_id=worker_id)
+            assert dispatcher.worker_dead(worker_id, 0.0) == []
+
+    def test_suspects_are_handed_over_one_by_one_until_proven(self) -> None:
+        dispatcher = make_dispatcher()
+        add(dispatcher, 0, 1, 2)
+        for worker_id in range(2):
+            dispatcher.worker_ready(worker_id, make_capacity())
+            assert added(dispatcher.poll(0.0)) == [0, 1, 2]
+            dispatcher.worker_dead(worker_id, 0.0)
+        add(dispatcher, 3)
+        dispatcher.worker_ready(2, make_capacity())
+        assert added(dispatcher.poll(0.0)) == [0]
+        assert dispatcher.poll(0.0) == []
+        give(dispatcher, token(0, 0), worker_id=2)
+        assert added(dispatcher.poll(0.0)) == [1]
+        assert dispatcher.abort(1) == [Abort(2, 1)]  # a suspect that leaves makes way too
+        assert added(dispatcher.poll(0.0)) == [2]
+        give(dispatcher, token(2, 0), worker_id=2)
+        assert added(dispatcher.poll(0.0)) == [3]

@@ -1,0 +1,265 @@
+"""Dispatcher and real schedulers as workers, over links with delay, with aborts and crashes."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from builders import fake_token, make_sampling, make_scheduler, run_step
+
+from shoal.scheduler.dispatcher import (
+    Abort,
+    Add,
+    Command,
+    Delivery,
+    Dispatcher,
+    DispatcherConfig,
+    WorkerCapacity,
+)
+from shoal.scheduler.outputs import StepOutput
+from shoal.scheduler.sequence import FinishReason, Sequence
+
+BLOCK_SIZE = 4
+MAX_NUM_SEQS = 4
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a worker says after a step."""
+
+    outputs: list[StepOutput]
+    free_blocks: int
+    num_running: int
+    num_waiting: int
+
+
+class SimulatedWorker:
+    """A scheduler behind two queues. ``kills(sequence)`` says whose step ends the process."""
+
+    def __init__(self, num_blocks: int, kills: Callable[[Sequence], bool]) -> None:
+        self.inbox: deque[Command] = deque()
+        self.outbox: deque[Message] = deque()
+        self.scheduler = make_scheduler(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=16,
+        )
+        self.capacity = WorkerCapacity(
+            num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, self.scheduler.config.max_model_len
+        )
+        self.most_left_waiting = 0  # after any step
+        self._kills = kills
+
+    def receive(self) -> None:
+        """Act on the oldest command."""
+        command = self.inbox.popleft()
+        if isinstance(command, Abort):
+            self.scheduler.abort(command.seq_id)
+            return
+        sent = command.sequence
+        self.scheduler.add(
+            Sequence(sent.seq_id, list(sent.token_ids), sent.num_prompt_tokens, sent.sampling)
+        )
+
+    def step(self) -> bool:
+        """Run a step; False when the process died in it, its outputs unsent."""
+        step = run_step(self.scheduler)
+        if any(self._kills(item.sequence) for item in step.output.scheduled):
+            return False
+        scheduler = self.scheduler
+        self.most_left_waiting = max(self.most_left_waiting, scheduler.num_waiting)
+        self.outbox.append(
+            Message(
+                step.results, scheduler.free_blocks, scheduler.num_running, scheduler.num_waiting
+            )
+        )
+        return True
+
+
+@dataclass
+class Client:
+    """What one client asked for and got."""
+
+    num_prompt: int
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    ends: list[FinishReason] = field(default_factory=list)
+    is_aborted: bool = False
+
+
+class Simulation:
+    """One dispatcher, some workers; every choice comes from ``rng``."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        num_workers: int,
+        num_blocks: int,
+        max_replays: int,
+        kills: Callable[[Sequence], bool] = lambda sequence: False,
+    ) -> None:
+        self.rng = rng
+        self.num_workers = num_workers
+        self.num_blocks = num_blocks
+        self.kills = kills
+        self.dispatcher = Dispatcher(DispatcherConfig(10_000, max_replays))
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.clients: dict[int, Client] = {}
+        self.num_started = 0
+        self.num_killed = 0
+
+    def add(self, most_tokens: int = 12) -> None:
+        longest = self.num_blocks * BLOCK_SIZE
+        num_prompt = self.rng.randint(1, longest // self.rng.choice([2, 8]))
+        client = Client(num_prompt, self.rng.randint(1, min(most_tokens, longest - num_prompt)))
+        seq_id = len(self.clients)
+        self.clients[seq_id] = client
+        sampling = make_sampling(max_tokens=client.max_tokens)
+        self.dispatcher.add(seq_id, [7] * num_prompt, sampling, 0.0)
+
+    def abort(self) -> None:
+        seq_id = self.rng.choice(list(self.clients))
+        if not self.clients[seq_id].ends:
+            self.clients[seq_id].is_aborted = True
+        self.send(self.dispatcher.abort(seq_id))
+
+    def kill(self, worker_id: int) -> None:
+        """A worker ends; a part of what it said may still be read."""
+        worker = self.workers.pop(worker_id)
+        for _ in range(self.rng.randint(0, len(worker.outbox))):
+            self.read(worker_id, worker)
+        self.deliver(self.dispatcher.worker_dead(worker_id, 0.0))
+        for message in worker.outbox:  # late: must change nothing
+            assert self.dispatcher.outputs(worker_id, message.outputs, 0.0) == []
+        self.num_killed += 1
+
+    def start_worker(self) -> None:
+        worker = SimulatedWorker(self.num_blocks, self.kills)
+        self.workers[self.num_started] = worker
+        self.deliver(self.dispatcher.worker_ready(self.num_started, worker.capacity))
+        self.num_started += 1
+
+    def send(self, commands: list[Command]) -> None:
+        for command in commands:
+            worker = self.workers[command.worker_id]
+            if isinstance(command, Add):  # as the wire does: a copy of the tokens at this time
+                sent = command.sequence
+                assert sent.token_ids[sent.num_prompt_tokens :] == self.clients[sent.seq_id].tokens
+            worker.inbox.append(command)
+
+    def read(self, worker_id: int, worker: SimulatedWorker) -> None:
+        message = worker.outbox.popleft()
+        self.deliver(self.dispatcher.outputs(worker_id, message.outputs, 0.0))
+        self.dispatcher.worker_status(
+            worker_id, message.free_blocks, message.num_running, message.num_waiting, 0
+        )
+
+    def deliver(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            client = self.clients[delivery.seq_id]
+            assert not client.ends, "a delivery after the final one"
+            assert not client.is_aborted, "a delivery after an abort"
+            if delivery.token is not None:
+                client.tokens.append(delivery.token.token_id)
+            if delivery.finish_reason is not None:
+                client.ends.append(delivery.finish_reason)
+
+    def turn(self, likely: float = 0.6) -> None:
+        """Some of what can happen next happens."""
+        if len(self.workers) < self.num_workers and self.rng.random() < likely:
+            self.start_worker()
+        self.send(self.dispatcher.poll(0.0))
+        for worker_id, worker in list(self.workers.items()):
+            while worker.inbox and self.rng.random() < likely:
+                worker.receive()
+            if self.rng.random() < likely and not worker.step():
+                self.kill(worker_id)
+                continue
+            while worker.outbox and self.rng.random() < likely:
+                self.read(worker_id, worker)
+        self.dispatcher.check_integrity()
+
+    def settle(self) -> None:
+        """Run until every client has its end; bounded, so that a live-lock shows."""
+        for _ in range(200 + 40 * len(self.clients)):
+            if self.dispatcher.num_live == 0:
+                break
+            self.turn(likely=0.9)
+        assert self.dispatcher.num_live == 0, "not all ended"
+        for client in self.clients.values():
+            assert client.is_aborted != bool(client.ends)
+            assert len(client.ends) <= 1
+
+
+def check_texts(clients: dict[int, Client]) -> None:
+    """Assert that each has its very tokens, all of them where it finished."""
+    for seq_id, client in clients.items():
+        expected = [fake_token(seq_id, index).token_id for index in range(client.max_tokens)]
+        if FinishReason.LENGTH in client.ends:
+            assert client.tokens == expected
+        else:
+            assert client.tokens == expected[: len(client.tokens)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_lost_or_doubled(seed: int) -> None:
+    rng = random.Random(seed)
+    # Crashes here are nobody's fault, so replays must not run out.
+    simulation = Simulation(rng, rng.choice([1, 1, 3]), rng.choice([4, 10, 40]), 10_000)
+    for _ in range(1500):
+        if rng.random() < 0.3:
+            simulation.add()
+        if simulation.clients and rng.random() < 0.05:
+            simulation.abort()
+        if simulation.workers and rng.random() < 0.03:
+            simulation.kill(rng.choice(list(simulation.workers)))
+        simulation.turn()
+    simulation.settle()
+    assert simulation.num_killed > 0
+    ends = [client.ends for client in simulation.clients.values() if not client.is_aborted]
+    assert all(end == [FinishReason.LENGTH] for end in ends)
+    check_texts(simulation.clients)
+    while any(worker.inbox for worker in simulation.workers.values()):
+        simulation.turn()
+    for worker in simulation.workers.values():
+        assert not worker.scheduler.has_unfinished
+        assert worker.scheduler.free_blocks == simulation.num_blocks
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_sequence_that_kills_workers_fails_alone(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    culprit, at_output = rng.randrange(30), rng.choice([0, 0, 1])
+
+    def kills(sequence: Sequence) -> bool:
+        return sequence.seq_id == culprit and sequence.num_output_tokens > at_output
+
+    simulation = Simulation(rng, rng.choice([1, 2]), 40, 3, kills)
+    for _ in range(30):
+        simulation.add()
+        if rng.random() < 0.5:
+            simulation.turn()
+    simulation.settle()
+    guilty = simulation.clients.pop(culprit)
+    if guilty.max_tokens > at_output:
+        assert guilty.ends == [FinishReason.ERROR]
+        assert 4 <= simulation.num_killed <= 8  # more when the token before was lost as well
+    assert all(c.ends == [FinishReason.LENGTH] for c in simulation.clients.values())
+    check_texts(simulation.clients)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_handed_over_runs_in_the_next_step(seed: int) -> None:
+    """When outputs cannot outgrow the pool: the dispatcher's headroom is never too optimistic."""
+    rng = random.Random(seed)
+    simulation = Simulation(rng, 1, 20, 3)
+    for _ in range(500):
+        if rng.random() < 0.5:
+            simulation.add(most_tokens=1)
+        simulation.turn()
+    simulation.settle()
+    (worker,) = simulation.workers.values()
+    assert worker.most_left_waiting == 0
+    assert worker.scheduler.num_preemptions == 0

@@ -1,0 +1,135 @@
+"""Random workloads: integrity after every step, the right tokens, progress, nothing left over."""
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from builders import Step, fake_token, make_scheduler, make_sequence, run_step
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shoal.scheduler.scheduler import Scheduler
+from shoal.scheduler.sequence import FinishReason, Sequence
+
+
+@dataclass
+class Ledger:
+    """What was asked and what came out; checks each output against it."""
+
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    num_outputs: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    ended: set[int] = field(default_factory=set)
+
+    def take(self, step: Step) -> None:
+        for result in step.results:
+            seq_id = result.seq_id
+            assert seq_id not in self.ended, "an output after the end"
+            assert result.output_index == self.num_outputs[seq_id], "lost or doubled"
+            if result.finish_reason is not FinishReason.ERROR:
+                assert result.token == fake_token(seq_id, result.output_index)
+                self.num_outputs[seq_id] += 1
+            if result.finish_reason is FinishReason.LENGTH:
+                assert self.num_outputs[seq_id] == self.sequences[seq_id].sampling.max_tokens
+            if result.finish_reason:
+                self.ended.add(seq_id)
+
+
+def check_step(scheduler: Scheduler, step: Step, was_live: bool) -> None:
+    scheduled = step.output.scheduled
+    assert step.output.num_tokens <= scheduler.config.max_num_batched_tokens
+    assert len(scheduled) <= scheduler.config.max_num_seqs
+    assert bool(scheduled) == was_live, "a step without progress"
+    assert all(item.num_tokens > 0 for item in scheduled)
+    assert not {item.sequence.seq_id for item in scheduled} & set(step.output.preempted)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_workload(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = make_scheduler(
+        num_blocks=rng.choice([6, 20, 60]),
+        block_size=rng.choice([1, 4, 16]),
+        max_num_seqs=rng.choice([1, 4, 16]),
+        max_num_batched_tokens=rng.choice([16, 64, 512]),
+    )
+    longest = scheduler.config.max_model_len
+    ledger = Ledger()
+    for _ in range(600):
+        if rng.random() < 0.4:
+            num_prompt = rng.randint(1, max(1, longest // rng.choice([2, 8, 50])))
+            max_tokens = rng.randint(1, min(60, longest - num_prompt))
+            sequence = make_sequence(len(ledger.sequences), num_prompt, max_tokens=max_tokens)
+            ledger.sequences[sequence.seq_id] = sequence
+            scheduler.add(sequence)
+        if ledger.sequences and rng.random() < 0.1:
+            seq_id = rng.choice(list(ledger.sequences))
+            if scheduler.abort(seq_id):
+                ledger.ended.add(seq_id)
+        was_live = scheduler.has_unfinished
+        fails = rng.random() < 0.05 and ledger.sequences
+        failed = {rng.choice(list(ledger.sequences)): "broken"} if fails else {}
+        step = run_step(scheduler, failed=failed)
+        check_step(scheduler, step, was_live)
+        ledger.take(step)
+    while scheduler.has_unfinished:
+        step = run_step(scheduler)
+        check_step(scheduler, step, True)
+        ledger.take(step)
+    assert ledger.ended == set(ledger.sequences)
+    assert all(sequence.is_finished for sequence in ledger.sequences.values())
+    assert scheduler.free_blocks == scheduler.kv.pool.num_blocks
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A tiny pool and budget, so that hypothesis reaches every corner in few moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make_scheduler(
+            num_blocks=5, block_size=2, max_num_seqs=3, max_num_batched_tokens=4
+        )
+        self.ledger = Ledger()
+
+    @rule(num_prompt=st.integers(1, 9), max_tokens=st.integers(1, 9), num_outputs=st.integers(0, 3))
+    def add(self, num_prompt: int, max_tokens: int, num_outputs: int) -> None:
+        num_outputs = min(num_outputs, max_tokens - 1, 9 - num_prompt)
+        max_tokens = min(max_tokens, 10 - num_prompt)
+        seq_id = len(self.ledger.sequences)
+        sequence = make_sequence(
+            seq_id, num_prompt, num_output_tokens=num_outputs, max_tokens=max_tokens
+        )
+        self.ledger.sequences[seq_id] = sequence
+        self.ledger.num_outputs[seq_id] = num_outputs
+        self.scheduler.add(sequence)
+
+    @precondition(lambda self: self.ledger.sequences)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        seq_id = data.draw(st.sampled_from(list(self.ledger.sequences)))
+        assert self.scheduler.abort(seq_id) == (seq_id not in self.ledger.ended)
+        self.ledger.ended.add(seq_id)
+
+    @rule(fails=st.integers(0, 8))
+    def step(self, fails: int) -> None:
+        was_live = self.scheduler.has_unfinished
+        step = run_step(self.scheduler, failed={fails: "broken"} if fails < 3 else {})
+        check_step(self.scheduler, step, was_live)
+        self.ledger.take(step)
+
+    @invariant()
+    def holds_together(self) -> None:
+        self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        while self.scheduler.has_unfinished:
+            self.step(fails=8)
+        assert self.ledger.ended == set(self.ledger.sequences)
+        assert self.scheduler.free_blocks == 5
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
