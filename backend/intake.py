@@ -1,0 +1,311 @@
+"""From a decoded request to a validated prompt: whatever a client may get wrong ends here."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import orjson
+
+from shoal.backend.text.chat_template import ChatTemplate, parse_messages
+from shoal.backend.text.tokenizer import Tokenizer
+from shoal.scheduler.errors import RequestError
+from shoal.scheduler.sampling_params import SamplingParams
+
+MAX_PROMPT_BYTES = 4 * 1024 * 1024  # whatever the context length
+MAX_SAMPLING_BYTES = 64 * 1024
+MAX_JSON_DEPTH = 32
+MAX_METADATA_LENGTH = 256  # characters
+
+# Request parameters that are about the way of a request, not about sampling.
+METADATA_NAMES = frozenset(
+    {"cache_salt", "request_id", "slo_class", "tenant", "timeout", "traceparent", "tracestate"}
+)
+METADATA_PREFIXES = ("x-", "triton_")  # forwarded headers and Triton's own
+
+ParameterValue = str | int | float | bool
+
+
+@dataclass(slots=True)
+class RawRequest:
+    """The input tensors of one request, decoded but not checked. None: the tensor was not sent.
+
+    ``messages`` and ``sampling_parameters`` hold JSON. ``parameters`` are Triton's request
+    parameters; over gRPC they carry only bool, int and str, so ``"0.7"`` counts as 0.7 there.
+    """
+
+    text_input: str | bytes | None = None
+    messages: str | bytes | None = None
+    input_ids: list[int] | None = None
+    stream: bool = False
+    sampling_parameters: str | bytes | None = None
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    exclude_input_in_output: bool | None = None
+    return_finish_reason: bool = False
+    return_cumulative_logprob: bool = False
+    return_logprobs: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+    return_cached_tokens: bool = False
+    return_token_ids: bool = False
+    return_error: bool = False
+    control: str | bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that can be served. ``sampling`` has a number for max_tokens and a seed.
+
+    ``prompt_text`` is what ``echo_input`` puts before the output (special tokens included).
+    ``metadata`` holds the transport-level parameters, such as tenant and slo_class.
+    """
+
+    prompt_token_ids: list[int]
+    prompt_text: str
+    sampling: SamplingParams
+    stream: bool
+    echo_input: bool
+    metadata: dict[str, ParameterValue]
+
+
+class Intake:
+    """Checks requests of one model and turns them into token ids. Stateless, thread-safe.
+
+    Raises RequestError, naming the field, for whatever cannot be served.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        max_model_len: int,
+        vocab_size: int,
+        default_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._default_sampling = dict(default_sampling or {})
+
+    def prepare(self, raw: RawRequest) -> PreparedRequest:
+        """Validate, apply the chat template, tokenise, fill in max_tokens and seed."""
+        source = _prompt_source(raw)
+        sampling, metadata = self._sampling(raw)
+        echo_input = _echo_input(raw, source)
+        token_ids, text = self._prompt(raw, source, echo_input)
+        sampling = self._fill_in(sampling, len(token_ids), source)
+        return PreparedRequest(token_ids, text, sampling, raw.stream, echo_input, metadata)
+
+    def _prompt(self, raw: RawRequest, source: str, echo_input: bool) -> tuple[list[int], str]:
+        if source == "input_ids":
+            assert raw.input_ids is not None
+            token_ids = self._check_input_ids(raw.input_ids)
+            return token_ids, self._tokenizer.decode(token_ids) if echo_input else ""
+        if source == "messages":
+            return self._chat_prompt(raw)
+        text = _decode_text("text_input", raw.text_input)
+        self._check_size(text, "text_input")
+        return self._tokenizer.encode(text, add_bos=True), text
+
+    def _chat_prompt(self, raw: RawRequest) -> tuple[list[int], str]:
+        if self._template is None:
+            raise RequestError(
+                "This model has no chat template. Send text_input instead of messages.",
+                param="messages",
+                code="unsupported",
+            )
+        data = _decode_json("messages", raw.messages, MAX_PROMPT_BYTES)
+        messages = parse_messages(data)
+        # Before rendering too: a template takes its time over megabytes.
+        self._check_size("".join(message["content"] for message in messages), "messages")
+        rendered = self._template.render(messages)
+        self._check_size(rendered.text, "messages")
+        return rendered.encode(self._tokenizer), rendered.text
+
+    def _check_size(self, text: str, param: str) -> None:
+        """Refuse what cannot fit before the tokeniser spends time on all of it."""
+        if self._tokenizer.surely_exceeds(text, self._max_model_len):
+            raise RequestError(
+                f"The prompt of {len(text)} characters is longer than this model's context of "
+                f"{self._max_model_len} tokens. Shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _check_input_ids(self, token_ids: list[int]) -> list[int]:
+        for idx, token_id in enumerate(token_ids[: self._max_model_len]):
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise RequestError(
+                    "input_ids must hold whole numbers.", param="input_ids", code="invalid_type"
+                )
+            if not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"input_ids[{idx}] must be in [0, {self._vocab_size - 1}].", param="input_ids"
+                )
+        return list(token_ids)
+
+    def _sampling(self, raw: RawRequest) -> tuple[SamplingParams, dict[str, ParameterValue]]:
+        values: dict[str, Any] = {}
+        metadata: dict[str, ParameterValue] = {}
+        for name, value in raw.parameters.items():
+            if name in METADATA_NAMES or name.startswith(METADATA_PREFIXES):
+                metadata[name] = _check_metadata(name, value)
+            else:
+                values[name] = _parameter_value(name, value)
+        if raw.sampling_parameters is not None:
+            data = _decode_json("sampling_parameters", raw.sampling_parameters, MAX_SAMPLING_BYTES)
+            if not isinstance(data, dict):
+                raise RequestError(
+                    "sampling_parameters must be a JSON object.",
+                    param="sampling_parameters",
+                    code="invalid_type",
+                )
+            values = _without_overridden(values, data) | data
+        values = _without_overridden(self._default_sampling, values) | values
+        sampling = SamplingParams.from_dict(values)
+        self._check_stop_token_ids(sampling)
+        return sampling, metadata
+
+    def _check_stop_token_ids(self, sampling: SamplingParams) -> None:
+        for token_id in sampling.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError(
+                    f"stop_token_ids must be in [0, {self._vocab_size - 1}].",
+                    param="stop_token_ids",
+                )
+
+    def _fill_in(self, sampling: SamplingParams, num_prompt: int, source: str) -> SamplingParams:
+        if num_prompt == 0:
+            raise RequestError(f"{source} is empty. Send at least one token.", param=source)
+        room = self._max_model_len - num_prompt
+        if room < 1:
+            raise RequestError(
+                f"The prompt has {num_prompt} tokens; this model takes at most "
+                f"{self._max_model_len - 1} and one of output. Shorten it.",
+                param=source,
+                code="context_length_exceeded",
+            )
+        for name, value in (
+            ("max_tokens", sampling.max_tokens),
+            ("min_tokens", sampling.min_tokens),
+        ):
+            if value is not None and value > room:
+                raise RequestError(
+                    f"{name} must be at most {room}: the prompt takes {num_prompt} tokens of this "
+                    f"model's context of {self._max_model_len}.",
+                    param=name,
+                    code="context_length_exceeded",
+                )
+        return replace(
+            sampling,
+            max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        )
+
+
+def _prompt_source(raw: RawRequest) -> str:
+    given = [
+        name for name in ("text_input", "messages", "input_ids") if getattr(raw, name) is not None
+    ]
+    if len(given) != 1:
+        found = "none" if not given else " and ".join(given)
+        raise RequestError(
+            f"Send exactly one of text_input, messages and input_ids (found {found}).",
+            param=given[1] if given else "text_input",
+            code="invalid_value" if given else "missing_parameter",
+        )
+    return given[0]
+
+
+def _echo_input(raw: RawRequest, source: str) -> bool:
+    """As NVIDIA's vllm_backend: text_input without streaming is echoed unless excluded."""
+    if raw.exclude_input_in_output is None:
+        return source == "text_input" and not raw.stream
+    if raw.stream and not raw.exclude_input_in_output:
+        raise RequestError(
+            "exclude_input_in_output must be true when stream is true.",
+            param="exclude_input_in_output",
+        )
+    return not raw.exclude_input_in_output
+
+
+_MAX_TOKENS_ALIASES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens"})
+_FIELD_NAMES = frozenset(item.name for item in fields(SamplingParams)) | _MAX_TOKENS_ALIASES
+
+
+def _without_overridden(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """``lower`` without what ``upper`` says under the same or another name for the same thing."""
+    says_max_tokens = any(upper.get(name) is not None for name in _MAX_TOKENS_ALIASES)
+    return {
+        name: value
+        for name, value in lower.items()
+        if not (says_max_tokens and name in _MAX_TOKENS_ALIASES)
+    }
+
+
+def _parameter_value(name: str, value: ParameterValue) -> Any:
+    """A number, boolean or list written as a string: Triton's parameters cannot carry all types."""
+    if not isinstance(value, str) or name == "stop" or name not in _FIELD_NAMES:
+        return value
+    if len(value) > MAX_SAMPLING_BYTES:
+        raise RequestError(f"{name} is too long.", param=name)
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value  # SamplingParams says what type it should be
+
+
+def _check_metadata(name: str, value: ParameterValue) -> ParameterValue:
+    if isinstance(value, str) and len(value) > MAX_METADATA_LENGTH:
+        raise RequestError(
+            f"{name[:64]} must have at most {MAX_METADATA_LENGTH} characters.", param=name[:64]
+        )
+    return value
+
+
+def _decode_text(name: str, value: str | bytes | None) -> str:
+    assert value is not None
+    if len(value) > MAX_PROMPT_BYTES:
+        raise RequestError(
+            f"{name} must have at most {MAX_PROMPT_BYTES} bytes.",
+            param=name,
+            code="context_length_exceeded",
+        )
+    try:
+        # A lone surrogate cannot be tokenised, so it must not pass as a str either.
+        return value.decode() if isinstance(value, bytes) else value.encode().decode()
+    except UnicodeError:
+        raise RequestError(f"{name} must be valid UTF-8 text.", param=name) from None
+
+
+def _decode_json(name: str, value: str | bytes | None, max_bytes: int) -> Any:
+    """Decode JSON with bounded size and depth. NaN and Infinity are not JSON."""
+    assert value is not None
+    if len(value) > max_bytes:
+        raise RequestError(f"{name} must have at most {max_bytes} bytes.", param=name)
+    try:
+        data = orjson.loads(value)
+    except (orjson.JSONDecodeError, UnicodeError):
+        raise RequestError(
+            f"{name} must be valid JSON (NaN and Infinity are not).",
+            param=name,
+            code="invalid_json",
+        ) from None
+    _check_depth(name, data)
+    return data
+
+
+def _check_depth(name: str, data: Any) -> None:
+    level = [data]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+        if not below:
+            return
+        level = below
+    raise RequestError(f"{name} must be nested at most {MAX_JSON_DEPTH} levels deep.", param=name)

@@ -1,0 +1,283 @@
+"""Chat messages to a prompt, by the template that the model's own checkpoint carries."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shoal.backend.engine_config import ConfigError
+from shoal.backend.text.tokenizer import Tokenizer
+from shoal.scheduler.errors import RequestError
+
+MAX_MESSAGES = 1024
+MAX_TEMPLATE_REASON = 200  # characters of a template's own complaint that a client sees
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+_FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # one of Unicode's private-use planes
+
+
+def parse_messages(data: Any) -> list[dict[str, Any]]:
+    """Check decoded JSON and return the messages as templates want them: content is a string.
+
+    A list of text parts is joined as it is; null content becomes empty. ``developer`` is OpenAI's
+    newer word for ``system``, which templates know.
+    """
+    if not isinstance(data, list):
+        raise RequestError("messages must be a list.", param="messages", code="invalid_type")
+    if not 1 <= len(data) <= MAX_MESSAGES:
+        raise RequestError(f"messages must hold 1 to {MAX_MESSAGES} messages.", param="messages")
+    return [_parse_message(item, f"messages[{idx}]") for idx, item in enumerate(data)]
+
+
+def _parse_message(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise RequestError(f"{where} must be an object.", param=where, code="invalid_type")
+    for key in item:
+        if key not in _KEYS:
+            raise RequestError(
+                f"{where} has an unknown field {key[:64]!r}. Allowed: {', '.join(_KEYS)}.",
+                param=f"{where}.{key[:64]}",
+                code="unknown_parameter",
+            )
+    role = item.get("role")
+    if role not in ROLES:
+        raise RequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role"
+        )
+    message = {key: value for key, value in item.items() if value is not None}
+    message["role"] = "system" if role == "developer" else role
+    message["content"] = _parse_content(item, where)
+    for key in ("name", "tool_call_id"):
+        if not isinstance(message.get(key, ""), str):
+            raise _wrong_type(f"{where}.{key}", "a string")
+    if "tool_calls" in message:
+        message["tool_calls"] = _parse_tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    return message
+
+
+def _parse_content(item: dict[str, Any], where: str) -> str:
+    content = item.get("content")
+    where = f"{where}.content"
+    if content is None:
+        if item["role"] != "assistant":
+            raise RequestError(
+                f"{where} is missing: send a string or a list of text parts.",
+                param=where,
+                code="missing_parameter",
+            )
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong_type(where, "a string or a list of text parts")
+    return "".join(_parse_part(part, f"{where}[{idx}]") for idx, part in enumerate(content))
+
+
+def _parse_part(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise _wrong_type(where, "an object")
+    if part.get("type") != "text":
+        raise RequestError(
+            f"{where}.type must be 'text': this model takes text only.",
+            param=f"{where}.type",
+            code="unsupported",
+        )
+    if not isinstance(part.get("text"), str):
+        raise _wrong_type(f"{where}.text", "a string")
+    return str(part["text"])
+
+
+def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Templates want arguments as an object; OpenAI clients send them as a string of JSON."""
+    if not isinstance(calls, list):
+        raise _wrong_type(where, "a list")
+    parsed = []
+    for idx, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong_type(f"{where}[{idx}].function", "an object with a name")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _json_object(arguments)
+        parsed.append({**call, "function": {**function, "arguments": arguments}})
+    return parsed
+
+
+def _json_object(text: str) -> Any:
+    """The object that ``text`` spells, else the text itself."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _wrong_type(where: str, wanted: str) -> RequestError:
+    return RequestError(f"{where} must be {wanted}.", param=where, code="invalid_type")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A prompt. If a client's own words spell a special token, ``mark`` is between their letters.
+
+    The mark is a character that no message uses; None: nothing had to be marked.
+    """
+
+    marked: str
+    mark: str | None
+
+    @property
+    def text(self) -> str:
+        """The prompt as the template wrote it."""
+        return self.marked if self.mark is None else self.marked.replace(self.mark, "")
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids; special tokens come from the template only, never from a message."""
+        if self.mark is None:
+            return tokenizer.encode(self.marked)
+        return tokenizer.encode_marked(self.marked, self.mark)
+
+
+class ChatTemplate:
+    """A compiled template in a sandbox. Stateless after construction, thread-safe."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError when the template does not compile."""
+        self._special_pattern = tokenizer.special_pattern
+        self._special_texts = dict(tokenizer.settings.special_texts)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"The model's chat template does not compile: {error}.") from error
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "ChatTemplate | None":
+        """The checkpoint's template; None when it has none."""
+        source = tokenizer.settings.chat_template
+        return None if source is None else cls(source, tokenizer)
+
+    def render(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> RenderedChat:
+        """Apply the template to parsed messages. Raises RequestError when it refuses them."""
+        mark = _free_character(messages) if self._spells_special(messages) else None
+        if mark is not None:
+            messages = _map_strings(messages, self._breaker(mark))
+        try:
+            text = self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_texts,
+            )
+        except Exception as error:  # a template runs arbitrary expressions on client data
+            raise RequestError(_refusal(error), param="messages") from error
+        return RenderedChat(text, mark)
+
+    def _spells_special(self, messages: list[dict[str, Any]]) -> bool:
+        return any(self._special_pattern.search(text) for text in _strings(messages))
+
+    def _breaker(self, mark: str) -> Callable[[str], str]:
+        """Puts the mark behind each letter of a special token, so that no cut of it is one."""
+
+        def break_up(match: re.Match[str]) -> str:
+            return "".join(char + mark for char in match.group())
+
+        return lambda text: self._special_pattern.sub(break_up, text)
+
+
+def _strings(value: Any) -> list[str]:
+    """All strings in it, keys included: a template may print those too."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for pair in value.items() for item in pair for text in _strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in _strings(item)]
+    return []
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
+def _free_character(messages: list[dict[str, Any]]) -> str:
+    """A private-use character that no message holds."""
+    used = set().union(*map(set, _strings(messages)))
+    for code in range(_FIRST_PRIVATE, _LAST_PRIVATE):
+        if chr(code) not in used:
+            return chr(code)
+    raise RequestError("messages hold every private-use character.", param="messages")
+
+
+def _refusal(error: Exception) -> str:
+    if isinstance(error, _TemplateRefusal):
+        return f"The model's chat template says: {str(error)[:MAX_TEMPLATE_REASON]}"
+    return "The model's chat template cannot be applied to these messages."
+
+
+class _TemplateRefusal(jinja2.TemplateError):
+    """Raised by a template's own ``raise_exception``."""
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Set up as transformers does it, so that the same template gives the same text."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}`` marks the assistant's words for training; here it only passes."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters; a prompt must not."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _TemplateRefusal(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

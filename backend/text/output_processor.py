@@ -1,0 +1,68 @@
+"""From sampled tokens of one sequence to the text deltas its client gets."""
+
+from dataclasses import dataclass
+
+from shoal.backend.text.detokenizer import IncrementalDetokenizer
+from shoal.backend.text.stop import StopChecker
+from shoal.backend.text.tokenizer import Tokenizer
+from shoal.scheduler.outputs import SampledToken
+from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one push added. ``text`` may be empty: half a character, or a stop string's beginning.
+
+    ``stop_hit``: a stop string ended the text here, so ``finish_reason`` is STOP. The worker does
+    not know of it; the caller aborts the sequence there.
+    """
+
+    text: str = ""
+    num_new_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_hit: bool = False
+
+
+class OutputProcessor:
+    """Detokenises one sequence's output and looks for its stop strings.
+
+    Owned by one thread. After a finish every further push gives an empty delta, so tokens still in
+    flight after a stop string are harmless.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stop_checker = StopChecker(sampling.stop)
+        self._min_tokens = sampling.min_tokens
+        self.num_output_tokens = 0
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+
+    def push(
+        self, token: SampledToken | None, finish_reason: FinishReason | None = None
+    ) -> TextDelta:
+        """Take one token, a finish, or both (as StepOutput carries them). Mutates."""
+        if self.finish_reason is not None:
+            return TextDelta()
+        text = "" if token is None else self._take_token(token, finish_reason)
+        if finish_reason is not None:
+            text += self._detokenizer.finish()
+        stop_hit = False
+        if self.num_output_tokens > self._min_tokens:  # before that, a stop string does not count
+            text, stop_hit = self._stop_checker.push(text)
+        if stop_hit:
+            finish_reason = FinishReason.STOP
+        elif finish_reason is not None:
+            text += self._stop_checker.flush()
+        self.finish_reason = finish_reason
+        return TextDelta(text, int(token is not None), finish_reason, stop_hit)
+
+    def _take_token(self, token: SampledToken, finish_reason: FinishReason | None) -> str:
+        self.num_output_tokens += 1
+        if token.logprob is not None:
+            self.cumulative_logprob += token.logprob
+        # A worker finishes with STOP only on an EOS or stop id: that token ends the text, unseen.
+        if finish_reason is FinishReason.STOP:
+            return ""
+        return self._detokenizer.push(token.token_id)
