@@ -1,0 +1,57 @@
+# Two commands matter: `make serve` and `make test`. Each sets up all that it needs, once.
+# ARGS go to the command: make serve ARGS="--openai-port 9100", make test ARGS="-k sampler".
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: serve test unit lint typecheck wheel-check setup clean
+
+serve: $(VENV)/.installed
+	$(BIN)/shoal serve $(ARGS)
+
+test: setup
+	PYTHONSAFEPATH=1 $(BIN)/python -m pytest $(ARGS)
+
+unit: $(VENV)/.installed-dev
+	PYTHONSAFEPATH=1 $(BIN)/python -m pytest tests/unit $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow the editable install's import hook, so it is shown the same packages by links.
+typecheck: $(VENV)/.installed-dev
+	@mkdir -p build/typecheck/shoal
+	@for folder in scheduler kernels backend client; do \
+	  ln -sfn ../../../$$folder build/typecheck/shoal/$$folder; done
+	cd build/typecheck && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p shoal.scheduler
+
+wheel-check: $(VENV)/.installed-dev
+	PYTHONSAFEPATH=1 $(BIN)/python .ci/check_wheel.py
+
+setup: $(VENV)/.installed-dev
+	$(BIN)/shoal pull
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "Shoal needs Python 3.11, 3.12 or 3.13; $(PYTHON) is `$(PYTHON) --version 2>&1`." \
+	       "Name another: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "No virtual environment could be made; on Debian: apt-get install python3-venv"; \
+	  rm -rf $(VENV); exit 1; }
+
+# Versions are pinned in constraints.txt, so that two machines get the same server.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing Shoal into $(VENV) (about a minute) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing Shoal and its test tools into $(VENV) (about a minute) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
