@@ -38,8 +38,8 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
-	  echo "Shoal needs Python 3.11, 3.12 or 3.13; $(PYTHON) is `$(PYTHON) --version 2>&1`." \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \
+	  echo "Shoal needs Python 3.11 or 3.12; $(PYTHON) is `$(PYTHON) --version 2>&1`." \
 	       "Name another: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "No virtual environment could be made; on Debian: apt-get install python3-venv"; \

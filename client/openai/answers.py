@@ -1,0 +1,142 @@
+"""ASGI responses that run a generation, and stop it as soon as the client is gone."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from shoal.client.errors import ShoalError
+from shoal.client.openai import wire
+from shoal.client.openai.generation import Generation
+from shoal.client.openai.json_body import ClientGoneError
+from shoal.client.openai.wire import Wire
+
+logger = logging.getLogger("shoal.openai")
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not hold events back
+]
+
+
+def error_response(error: ShoalError) -> Response:
+    """The error as JSON with its own status."""
+    if error.detail:
+        logger.warning("status %d: %s [%s]", error.status, error.message, error.detail)
+    return Response(
+        wire.error_body(error),
+        status_code=error.status,
+        headers=wire.error_headers(error),
+        media_type="application/json",
+    )
+
+
+class GenerationResponse(Response):
+    """Answers with a generation, whole or as server-sent events.
+
+    The headers are sent only once the backend took the request, so that a refusal has its own
+    status. A vanished client cancels the generation, in every phase.
+    """
+
+    def __init__(
+        self, start: Callable[[], Generation], wire: Wire, stream: bool, send_timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._start = start
+        self._wire = wire
+        self._stream = stream
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._answer(scope, receive, send))
+        gone = asyncio.create_task(_wait_disconnect(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                with contextlib.suppress(ClientGoneError):
+                    work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._start() as generation:
+            try:
+                await generation.start()
+                if not self._stream:
+                    response = await self._whole(generation)
+            except ShoalError as error:
+                response = error_response(named_for_caller(error))
+            except (OSError, ClientGoneError):
+                raise
+            except Exception:
+                logger.exception("a generation failed")
+                response = error_response(internal_error())
+            else:
+                if self._stream:
+                    await self._send_events(generation, send)
+                    return
+            await response(scope, receive, send)
+
+    async def _whole(self, generation: Generation) -> Response:
+        async for _ in generation.deltas():
+            pass
+        body = self._wire.body(generation.completions(), generation.usage)
+        return Response(body, media_type="application/json")
+
+    async def _send_events(self, generation: Generation, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        try:
+            starts = [self._wire.start_events(i) for i in range(generation.num_choices)]
+            await self._send_body(send, b"".join(starts))
+            async for index, delta in generation.deltas():
+                events = self._wire.text_events(index, delta.text, delta.finish_reason)
+                await self._send_body(send, events)
+            last = wire.DONE_EVENT
+            if self._wire.include_usage:
+                last = self._wire.usage_event(generation.usage) + last
+        except ShoalError as error:
+            logger.warning("a stream ended early: %s [%s]", error.message, error.detail)
+            last = wire.error_event(named_for_caller(error))
+        except (OSError, ClientGoneError):
+            raise
+        except Exception:
+            logger.exception("a stream failed")
+            last = wire.error_event(internal_error())
+        await self._send_body(send, last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_body(self, send: Send, body: bytes) -> None:
+        """Send one piece; a client that does not read for too long counts as gone."""
+        if not body:
+            return
+        message: Message = {"type": "http.response.body", "body": body, "more_body": True}
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientGoneError from None
+
+
+def named_for_caller(error: ShoalError) -> ShoalError:
+    """The backend names its own inputs; the caller knows them as ``prompt``."""
+    if error.param in ("text_input", "input_ids"):
+        return replace(error, param="prompt", message=error.message.replace(error.param, "prompt"))
+    return error
+
+
+def internal_error() -> ShoalError:
+    return ShoalError("The server failed to answer. Try again.", 500)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    message: dict[str, Any] = {}
+    while message.get("type") != "http.disconnect":
+        message = dict(await receive())

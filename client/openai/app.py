@@ -1,0 +1,174 @@
+"""The OpenAI shim as a FastAPI application: HTTP to one cancellable gRPC stream and back."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from shoal.client.errors import ShoalError, model_not_found
+from shoal.client.openai import wire
+from shoal.client.openai.answers import GenerationResponse, error_response
+from shoal.client.openai.generation import Generation, GenerationRequest
+from shoal.client.openai.json_body import ClientGoneError, read_json
+from shoal.client.openai.middleware import RequestMiddleware, RequestTracker
+from shoal.client.openai.prompts import Prompt, read_messages, read_prompts
+from shoal.client.openai.request_models import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    parse_body,
+)
+from shoal.client.openai.served_models import ServedModel, ServedModels
+from shoal.client.openai.settings import ShimSettings
+from shoal.client.triton_stream import TritonStream
+
+
+class Shim:
+    """The endpoints. Connects when the application starts, in its event loop."""
+
+    def __init__(self, settings: ShimSettings) -> None:
+        self.settings = settings
+        self.tracker = RequestTracker()
+        self.triton: TritonStream
+        self.served: ServedModels
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        async with TritonStream(self.settings.triton_grpc) as self.triton:
+            self.served = ServedModels(self.triton, self.settings)
+            self.served.start()
+            try:
+                yield
+            finally:
+                await self.served.stop()
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = parse_body(ChatBody, await self._read_json(request))
+        prompts = [read_messages(body.messages)]
+        return await self._generate(request, body, prompts, wire.chat_wire)
+
+    async def completions(self, request: Request) -> Response:
+        body = parse_body(CompletionBody, await self._read_json(request))
+        prompts = read_prompts(body.prompt, self.settings.max_prompts)
+        return await self._generate(request, body, prompts, wire.completion_wire)
+
+    async def list_models(self) -> Response:
+        with contextlib.suppress(ShoalError):
+            await self.served.refresh(max_age_s=self.settings.discovery_interval_s)
+        models = [model_entry(model) for model in self.served.listed()]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def get_model(self, model_id: str) -> Response:
+        model = await self.served.find(model_id)
+        if not model.listed:
+            raise model_not_found(model_id)
+        return JSONResponse(model_entry(model))
+
+    async def live(self) -> Response:
+        return JSONResponse({"status": "live"})
+
+    async def ready(self) -> Response:
+        states = {model.name: model.state for model in self.served.models}
+        ready = [model.name for model in self.served.models if model.is_ready]
+        if ready and not self.tracker.draining:
+            return JSONResponse({"status": "ready", "ready": ready, "models": states})
+        status = "draining" if self.tracker.draining else "not_ready"
+        body = {"status": status, "ready": [], "models": states}
+        return JSONResponse(body, 503, {"retry-after": "1"})
+
+    async def version(self) -> Response:
+        return JSONResponse({"version": package_version()})
+
+    async def _read_json(self, request: Request) -> Any:
+        limits = self.settings
+        return await read_json(
+            request, limits.max_body_bytes, limits.max_json_depth, limits.body_timeout_s
+        )
+
+    async def _generate(
+        self, request: Request, body: GenerationBody, prompts: list[Prompt], make_wire: Any
+    ) -> Response:
+        model = await self.served.find(body.model)
+        await model.check_accepting(self.settings.first_beat_timeout_s)
+        generation = GenerationRequest(
+            model, prompts, body.sampling(), body.streams, request.state.request_id
+        )
+        return GenerationResponse(
+            lambda: Generation(self.triton, generation),
+            make_wire(body.model, body.include_usage),
+            body.streams,
+            self.settings.send_timeout_s,
+        )
+
+
+def create_app(settings: ShimSettings | None = None) -> FastAPI:
+    """The application; ``app.state.shim`` is the object behind it."""
+    shim = Shim(settings or ShimSettings())
+    app = FastAPI(
+        title="Shoal",
+        version=package_version(),
+        lifespan=shim.lifespan,
+        # The interactive pages load scripts from other hosts.
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.shim = shim
+    app.add_api_route("/v1/chat/completions", shim.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", shim.completions, methods=["POST"])
+    app.add_api_route("/v1/models", shim.list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", shim.get_model, methods=["GET"])
+    app.add_api_route("/health/live", shim.live, methods=["GET"])
+    app.add_api_route("/health/ready", shim.ready, methods=["GET"])
+    app.add_api_route("/version", shim.version, methods=["GET"])
+    app.add_exception_handler(ShoalError, answer_shoal_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    app.add_exception_handler(ClientGoneError, answer_nobody)
+    app.add_middleware(RequestMiddleware, tracker=shim.tracker)
+    return app
+
+
+def model_entry(model: ServedModel) -> dict[str, Any]:
+    beat = model.monitor.last
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "shoal",
+        "max_model_len": (beat and beat.max_model_len) or None,
+        "ready": model.is_ready,
+    }
+
+
+def package_version() -> str:
+    try:
+        return version("shoal-llm")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+async def answer_shoal_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ShoalError)
+    return error_response(error)
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:256]}"
+    texts = {
+        404: f"Unknown path: {what}.",
+        405: f"Method not allowed: {what}. Allowed: {(error.headers or {}).get('allow', '')}.",
+    }
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    text = texts.get(error.status_code, str(error.detail))
+    response = error_response(ShoalError(text, error.status_code, codes.get(error.status_code)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def answer_nobody(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)

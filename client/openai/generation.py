@@ -1,0 +1,165 @@
+"""Runs the prompts of one HTTP request as gRPC streams and merges what comes back."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.client.openai.prompts import Prompt
+from shoal.client.openai.served_models import ServedModel
+from shoal.client.triton_stream import GenerationStream, TritonStream
+from shoal.client.types import Completion, Delta, Usage
+
+QUEUED_DELTAS = 16  # per request with several prompts; a full queue holds the streams back
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One HTTP request, checked."""
+
+    model: ServedModel
+    prompts: list[Prompt]
+    sampling: dict[str, Any]
+    stream: bool
+    request_id: str
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """What one choice has gained so far."""
+
+    text: list[str] = field(default_factory=list)
+    finish_reason: str = ""
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        if delta.text:
+            self.text.append(delta.text)
+        self.num_input_tokens = max(self.num_input_tokens, delta.num_input_tokens)
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.num_output_tokens += delta.num_output_tokens
+        self.finish_reason = delta.finish_reason or self.finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_input_tokens, self.num_output_tokens, self.num_cached_tokens)
+
+    def completion(self) -> Completion:
+        return Completion("".join(self.text), self.finish_reason, self.usage)
+
+
+class Generation:
+    """The running streams of one request. Use as ``async with``: leaving cancels what still runs.
+
+    ``deltas`` is read once; ``usage`` and ``completions`` are complete after it has ended.
+    """
+
+    def __init__(self, triton: TritonStream, request: GenerationRequest) -> None:
+        self._triton = triton
+        self._request = request
+        self._choices = [ChoiceState() for _ in request.prompts]
+        self._streams: list[GenerationStream] = []
+        self._first: list[Delta] = []
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Generation":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        return sum((choice.usage for choice in self._choices), Usage())
+
+    def completions(self) -> list[Completion]:
+        return [choice.completion() for choice in self._choices]
+
+    async def start(self) -> None:
+        """Start all streams and wait until each was accepted: that is its first response.
+
+        Raises ShoalError when any is refused, so that a refusal still has a status of its own.
+        """
+        for index, prompt in enumerate(self._request.prompts):
+            self._streams.append(await self._open(index, prompt))
+        if len(self._streams) == 1:
+            self._first = [await anext(self._streams[0])]
+            return
+        async with _first_error_wins() as group:
+            tasks = [group.create_task(stream.__anext__()) for stream in self._streams]
+        self._first = [task.result() for task in tasks]
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """All deltas with the index of their prompt. Raises ShoalError when a stream fails."""
+        merged = self._single() if len(self._streams) == 1 else self._merged()
+        async with contextlib.aclosing(merged):
+            async for index, delta in merged:
+                self._choices[index].add(delta)
+                yield index, delta
+
+    async def _open(self, index: int, prompt: Prompt) -> GenerationStream:
+        request_id = self._request.request_id
+        stream = self._triton.generate(
+            self._request.model.name,
+            text_input=prompt.text_input,
+            messages=prompt.messages,
+            input_ids=prompt.input_ids,
+            sampling=self._request.sampling,
+            stream=self._request.stream,
+            request_id=f"{request_id}-{index}" if len(self._request.prompts) > 1 else request_id,
+        )
+        self._stack.enter_context(self._request.model.tracked(stream))
+        return await self._stack.enter_async_context(stream)
+
+    async def _single(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        yield 0, self._first[0]
+        async for delta in self._streams[0]:
+            yield 0, delta
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
+        queue = asyncio.Queue(QUEUED_DELTAS)
+
+        async def feed(index: int, first: Delta, stream: GenerationStream) -> None:
+            try:
+                await queue.put((index, first))
+                async for delta in stream:
+                    await queue.put((index, delta))
+            except Exception as error:
+                await queue.put(error)
+            else:
+                await queue.put(None)
+
+        pairs = zip(self._first, self._streams, strict=True)
+        tasks = [asyncio.create_task(feed(i, *pair)) for i, pair in enumerate(pairs)]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _first_error_wins() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first error comes out bare instead of inside a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,99 @@
+"""uvicorn's HTTP protocol with the limits it lacks: size, number and time of request heads."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from shoal.client.errors import ShoalError
+from shoal.client.openai.wire import error_body
+
+HEAD_TIMEOUT_S = 30.0
+HEAD_END = b"\r\n\r\n"
+REFUSAL_HEAD = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+
+
+class TooManyHeadersError(Exception):
+    pass
+
+
+def limited_protocol(max_head_bytes: int, max_headers: int) -> type[HttpToolsProtocol]:
+    """A protocol class that refuses larger heads with 431 and closes slow connections."""
+
+    class LimitedProtocol(HttpToolsProtocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._in_head = True
+            self._head_bytes = 0
+            self._tail = b""  # the last bytes of the head so far: its end may be split
+            self._head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._start_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            # Counted before parsing: the parser keeps all it has of a header that never ends.
+            if self._in_head:
+                self._start_timer()
+                window = self._tail + data
+                end = window.find(HEAD_END)
+                if self._head_bytes + (len(window) if end < 0 else end) > max_head_bytes:
+                    self._refuse()
+                    return
+                self._head_bytes += len(data)
+                self._tail = window[-3:]
+            super().data_received(data)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if len(self.headers) >= max_headers:
+                raise TooManyHeadersError
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._stop_timer()
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._in_head = True
+            self._head_bytes = 0
+            self._tail = b""
+            super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            if self.headers is not None and len(self.headers) >= max_headers:
+                self._refuse()
+                return
+            self._write(ShoalError("The request is not valid HTTP.", 400, "invalid_http"))
+
+        def _refuse(self) -> None:
+            limits = f"{max_head_bytes} bytes and {max_headers} headers"
+            text = f"The request head is too large: at most {limits}."
+            self._write(ShoalError(text, 431, "headers_too_large"))
+
+        def _write(self, error: ShoalError) -> None:
+            body = error_body(error)
+            head = (
+                b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            )
+            self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
+            self.transport.close()
+
+        def _close_idle(self) -> None:
+            self.transport.close()
+
+        def _start_timer(self) -> None:
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_idle)
+
+        def _stop_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    return LimitedProtocol

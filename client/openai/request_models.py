@@ -1,0 +1,231 @@
+"""The bodies of the OpenAI endpoints: what is taken, and what is refused by name."""
+
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.client.errors import ShoalError
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default of max_tokens on /v1/completions
+
+# Fields that change nothing at these values; at any other the request is refused, since dropping
+# them silently would give an answer that was not asked for.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "moderation": (),
+}
+
+# Labels for the caller's own bookkeeping: they are meant to have no effect on the answer.
+LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What both endpoints share. Ranges are checked by the backend; here only types and names."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that were given, null ones left out."""
+        values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Any
+
+    def sampling(self) -> dict[str, Any]:
+        values = super().sampling()
+        if not {"max_tokens", "max_completion_tokens"} & set(values):
+            values["max_tokens"] = DEFAULT_COMPLETION_TOKENS
+        return values
+
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+def parse_body(kind: type[Body], values: Any) -> Body:
+    """Check types and names. Raises ShoalError (400) that names the field."""
+    if not isinstance(values, dict):
+        raise ShoalError("The body must be a JSON object.", 400, "invalid_type")
+    values = {name: value for name, value in values.items() if not _is_neutral(name, value)}
+    # Before pydantic, which would make an error of every one of a million unknown fields.
+    _check_known(kind, values, "")
+    if isinstance(options := values.get("stream_options"), dict):
+        _check_known(StreamOptions, options, "stream_options.")
+    try:
+        body = kind.model_validate(values)
+    except ValidationError as error:
+        raise _named_error(error) from None
+    if body.stream_options is not None:
+        _check_stream_options(body)
+    return body
+
+
+def _check_known(kind: type[BaseModel], values: dict[str, Any], prefix: str) -> None:
+    unknown = next((name for name in values if name not in kind.model_fields), None)
+    if unknown is not None:
+        param = prefix + unknown[:64]
+        raise ShoalError(f"Unknown field {param!r}.", 400, "unknown_parameter", param)
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a field may be left out. Raises ShoalError when it would have to be obeyed."""
+    if name not in NEUTRAL_VALUES:
+        return value is None and name in LABEL_FIELDS
+    allowed = NEUTRAL_VALUES[name]
+    if value is None or any(value == item and _alike(value, item) for item in allowed):
+        return True
+    values = ", ".join(orjson.dumps(item).decode() for item in allowed)
+    advice = f"Leave it out or set it to {values}." if allowed else "Leave it out."
+    raise ShoalError(
+        f"{name} is not supported with this value. {advice}",
+        400,
+        "unsupported_parameter",
+        name,
+    )
+
+
+def _alike(value: Any, item: Any) -> bool:
+    """Python takes true for 1, JSON does not."""
+    return isinstance(value, bool) == isinstance(item, bool)
+
+
+def _check_stream_options(body: GenerationBody) -> None:
+    if not body.streams:
+        raise ShoalError(
+            "stream_options is only allowed with stream set to true.", 400, None, "stream_options"
+        )
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise ShoalError(
+            "stream_options.include_obfuscation is not supported. Leave it out or set it to false.",
+            400,
+            "unsupported_parameter",
+            "stream_options.include_obfuscation",
+        )
+
+
+def _named_error(error: ValidationError) -> ShoalError:
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a union's failed branches, the one that got as far as an element says most.
+    first = max(details, key=lambda detail: sum(isinstance(part, int) for part in detail["loc"]))
+    # The field, then positions inside it; pydantic also puts the branches of a union there.
+    param = str(first["loc"][0])[:64]
+    for part in first["loc"][1:]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif param == "stream_options":
+            param += f".{part[:64]}"
+    if first["type"] == "missing":
+        return ShoalError(f"{param} is missing.", 400, "missing_required_parameter", param)
+    wanted = EXPECTED_TYPES.get(param.split("[")[0], first["msg"])
+    return ShoalError(f"{param} {wanted}.", 400, "invalid_type", param)
+
+
+_NUMBER, _WHOLE, _FLAG, _TEXT = (
+    "must be a number",
+    "must be a whole number",
+    "must be true or false",
+    "must be a string",
+)
+EXPECTED_TYPES = {
+    "model": _TEXT,
+    "messages": "must be a list of objects, each with a role and content",
+    "stream": _FLAG,
+    "stream_options": "must be an object",
+    "stream_options.include_usage": _FLAG,
+    "stream_options.include_obfuscation": _FLAG,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _WHOLE,
+    "min_p": _NUMBER,
+    "seed": _WHOLE,
+    "stop": "must be a string or a list of strings",
+    "stop_token_ids": "must be a list of whole numbers",
+    "max_tokens": _WHOLE,
+    "max_completion_tokens": _WHOLE,
+    "min_tokens": _WHOLE,
+    "ignore_eos": _FLAG,
+    "user": _TEXT,
+    "safety_identifier": _TEXT,
+    "prompt_cache_key": _TEXT,
+}

@@ -1,0 +1,27 @@
+"""Settings of the OpenAI shim."""
+
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ShimSettings:
+    """Where the shim listens, which Triton server it asks, and its limits."""
+
+    triton_grpc: str = "127.0.0.1:8001"
+    host: str = "127.0.0.1"
+    port: int = 9000
+    drain_timeout_s: float = 30.0  # how long open answers may go on after SIGTERM
+    lost_after_s: float = 3.0  # without a heartbeat for so long, open answers end with an error
+    discovery_interval_s: float = 1.0
+    forget_after_s: float = 30.0  # an unloaded model is "unavailable" for so long, then "unknown"
+    first_beat_timeout_s: float = 2.0
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0  # a client that reads nothing for so long counts as gone
+    max_body_bytes: int = 4 * MIB
+    max_json_depth: int = 32
+    max_prompts: int = 32
+    max_head_bytes: int = 64 * 1024
+    max_headers: int = 100
+    log_level: str = "info"

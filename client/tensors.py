@@ -1,0 +1,134 @@
+"""Requests and responses of the ``shoal`` backend as Triton tensors, without copies of our own."""
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import InferInput
+
+from shoal.client.errors import ShoalError
+from shoal.client.types import Delta, Heartbeat
+
+HEARTBEAT_FIELDS = {
+    name: kind for name, kind in Heartbeat.__annotations__.items() if kind in (str, int, float)
+}
+
+
+def string_input(name: str, value: str) -> InferInput:
+    try:
+        data = value.encode()
+    except UnicodeEncodeError:
+        raise ShoalError(f"{name} holds text that is not valid Unicode.", 400) from None
+    tensor = InferInput(name, [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([data], dtype=np.object_))
+    return tensor
+
+
+def bool_input(name: str, value: bool) -> InferInput:
+    tensor = InferInput(name, [1], "BOOL")
+    tensor.set_data_from_numpy(np.array([value], dtype=np.bool_))
+    return tensor
+
+
+def token_ids_input(token_ids: Sequence[int]) -> InferInput:
+    try:
+        ids = np.asarray(token_ids)
+    except (OverflowError, ValueError, TypeError):
+        ids = np.empty((0, 0))
+    # Signed kind: floats and booleans would be cast silently, larger numbers come as objects.
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        raise ShoalError("Token ids must be a list of whole numbers.", 400, "invalid_type")
+    ids = ids.astype(np.int64)
+    tensor = InferInput("input_ids", [len(ids)], "INT64")
+    tensor.set_data_from_numpy(ids)
+    return tensor
+
+
+def encode_sampling(sampling: dict[str, Any]) -> str:
+    """Sampling parameters as JSON, which has no NaN and no infinity."""
+    for name, value in sampling.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ShoalError(
+                f"{name} must be a finite number.", 400, "invalid_value", param=name[:64]
+            )
+    try:
+        return json.dumps(sampling, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ShoalError(
+            "Sampling parameters must be numbers, strings, booleans and lists of them.",
+            400,
+            "invalid_type",
+            detail=str(error),
+        ) from None
+
+
+def decode_outputs(response: Any) -> dict[str, Any]:
+    """Output tensors of a ModelInferResponse by name: first elements, but all ``token_ids``.
+
+    Reads the raw buffers directly: this runs for every response of every stream.
+    """
+    values: dict[str, Any] = {}
+    raw_contents = response.raw_output_contents
+    for output, raw in zip(response.outputs, raw_contents, strict=False):
+        if not raw:
+            continue
+        if output.name == "token_ids":
+            values["token_ids"] = struct.unpack(f"<{len(raw) // 8}q", raw)
+        elif output.datatype == "BYTES":
+            size = int.from_bytes(raw[:4], "little")
+            values[output.name] = raw[4 : 4 + size].decode("utf-8", "replace")
+        elif output.datatype in SCALARS:
+            values[output.name] = SCALARS[output.datatype].unpack_from(raw)[0]
+    return values
+
+
+SCALARS = {
+    "UINT32": struct.Struct("<I"),
+    "INT32": struct.Struct("<i"),
+    "UINT64": struct.Struct("<Q"),
+    "INT64": struct.Struct("<q"),
+    "FP32": struct.Struct("<f"),
+    "BOOL": struct.Struct("<?"),
+}
+
+
+def read_delta(response: Any) -> Delta:
+    """Decode one response. Raises the ShoalError that it carries, if any."""
+    try:
+        values = decode_outputs(response)
+    except struct.error as error:
+        raise ShoalError(
+            "The model server sent a malformed response.", 502, "bad_gateway", detail=str(error)
+        ) from None
+    if error_json := values.get("error"):
+        raise ShoalError.from_json(error_json)
+    return Delta(
+        text=values.get("text_output", ""),
+        token_ids=values.get("token_ids", ()),
+        num_output_tokens=values.get("num_output_tokens", 0),
+        num_input_tokens=values.get("num_input_tokens", 0),
+        num_cached_tokens=values.get("cached_tokens", 0),
+        finish_reason=values.get("finish_reason") or None,
+        logprobs=values.get("logprobs") or None,
+        cumulative_logprob=values.get("cumulative_logprob"),
+    )
+
+
+def read_heartbeat(response: Any) -> Heartbeat | None:
+    """Decode a control response; None when it holds no heartbeat (an empty final response)."""
+    try:
+        text = decode_outputs(response).get("control_output")
+        payload = json.loads(text) if text else None
+    except (struct.error, ValueError):
+        return None
+    if not isinstance(payload, dict) or not isinstance(payload.get("state"), str):
+        return None
+    fields: dict[str, Any] = {}
+    for name, kind in HEARTBEAT_FIELDS.items():
+        value = payload.get(name)
+        if value is not None:
+            fields[name] = kind(value)
+    return Heartbeat(**fields)

@@ -1,0 +1,299 @@
+"""The asynchronous core of shim and SDK: one cancellable gRPC stream per request."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import grpc
+from tritonclient.grpc import InferInput
+from tritonclient.grpc.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from shoal.client import errors, tensors
+from shoal.client.errors import ShoalError
+from shoal.client.types import Delta, Heartbeat, ModelInfo
+
+DRAIN_TIMEOUT_S = 5.0
+RETURNS = ("finish_reason", "num_input_tokens", "num_output_tokens", "cached_tokens", "error")
+
+# gRPC's own back-off grows to two minutes, in which a restarted server would look dead.
+CHANNEL_ARGS = [
+    ("grpc.max_send_message_length", 2**31 - 1),
+    ("grpc.max_receive_message_length", 2**31 - 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class GenerationStream:
+    """The deltas of one request. Close it (or leave its ``async with``) to cancel the request.
+
+    Ends after the delta that has a finish reason; raises ShoalError on any other end.
+    """
+
+    def __init__(self, call: Any, model: str) -> None:
+        self._call = call
+        self._model = model
+        self._failure: ShoalError | None = None
+        self._ended = False
+        self._drain_task: asyncio.Task[None] | None = None
+
+    def __aiter__(self) -> "GenerationStream":
+        return self
+
+    async def __aenter__(self) -> "GenerationStream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def __anext__(self) -> Delta:
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            delta = tensors.read_delta(await self._next_response())
+        except ShoalError as error:
+            self._end(error)
+            raise
+        if delta.finish_reason is not None:
+            self._finish(delta.finish_reason)
+        return delta
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it has ended. Idempotent."""
+        self._end(None)
+
+    def fail(self, error: ShoalError) -> None:
+        """Cancel the request and let its reader see ``error``; nothing if it has ended."""
+        if not self._ended:
+            self._failure = error
+            self._end(error)
+
+    async def _next_response(self) -> Any:
+        try:
+            result, error = await self._call.__anext__()
+        except StopAsyncIteration:
+            raise errors.unavailable(
+                "The model server ended the answer before it was finished."
+            ) from None
+        except grpc.RpcError as error:
+            raise self._failure or errors.from_grpc(error.code().name, error.details()) from None
+        except asyncio.CancelledError:
+            # gRPC raises this for its own cancellation too, not only for that of our task.
+            task = asyncio.current_task()
+            if self._failure is not None and not (task and task.cancelling()):
+                raise self._failure from None
+            self._end(None)
+            raise
+        if error is not None:
+            raise errors.from_tritonserver(error.message(), self._model)
+        return result.get_response()
+
+    def _finish(self, reason: str) -> None:
+        if reason in ("error", "cancelled"):
+            self._end(errors.unavailable("The server stopped the request before it was finished."))
+            assert self._failure is not None
+            raise self._failure
+        self._ended = True
+        self._drain_task = asyncio.create_task(self._drain())
+
+    def _end(self, error: ShoalError | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._failure = error
+        self._call.cancel()
+
+    async def _drain(self) -> None:
+        """Read to the end of the call: cancelling one that is just ending races in tritonserver."""
+        with contextlib.suppress(
+            grpc.RpcError, StopAsyncIteration, TimeoutError, asyncio.CancelledError
+        ):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                while True:
+                    await self._call.__anext__()
+        self._call.cancel()
+
+
+class TritonStream:
+    """One connection to a Triton server; any number of requests may run over it at once.
+
+    Belongs to the event loop in which it was made.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._client = InferenceServerClient(url, channel_args=CHANNEL_ARGS)
+
+    async def __aenter__(self) -> "TritonStream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; running requests are cancelled."""
+        await self._client.close()
+
+    def generate(
+        self,
+        model: str,
+        version: str = "",
+        *,
+        text_input: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | str | None = None,
+        input_ids: Sequence[int] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        stream: bool = True,
+        return_token_ids: bool = False,
+        request_id: str = "",
+        parameters: Mapping[str, str | int | bool] | None = None,
+        timeout_s: float | None = None,
+    ) -> GenerationStream:
+        """Start one request and return its deltas; one delta with everything unless ``stream``.
+
+        Give exactly one of ``text_input``, ``messages`` (a list, or its JSON) and ``input_ids``.
+        ``parameters`` are for transport (tenant and the like). Raises ShoalError on wrong types.
+        """
+        inputs = _prompt_inputs(text_input, messages, input_ids)
+        inputs.append(
+            tensors.string_input(
+                "sampling_parameters", tensors.encode_sampling({**(sampling or {})})
+            )
+        )
+        inputs.append(tensors.bool_input("stream", stream))
+        inputs.append(tensors.bool_input("exclude_input_in_output", True))
+        inputs += [tensors.bool_input(f"return_{name}", True) for name in RETURNS]
+        if return_token_ids:
+            inputs.append(tensors.bool_input("return_token_ids", True))
+        request = {
+            "model_name": model,
+            "model_version": version,
+            "inputs": inputs,
+            "request_id": request_id,
+            "parameters": dict(parameters) if parameters else None,
+        }
+        return GenerationStream(self._start(request, timeout_s), model)
+
+    async def heartbeats(
+        self, model: str, version: str = "", *, interval_ms: int = 250, count: int = 20
+    ) -> AsyncGenerator[Heartbeat, None]:
+        """Ask for ``count`` heartbeats, one each ``interval_ms``. Closing the iterator cancels."""
+        control = {"op": "heartbeat", "interval_ms": interval_ms, "count": count}
+        async with contextlib.aclosing(self._control(model, version, control)) as beats:
+            async for beat in beats:
+                yield beat
+
+    async def status(self, model: str, version: str = "", timeout_s: float = 5.0) -> Heartbeat:
+        """The model's state now. Raises ShoalError when the backend does not answer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with contextlib.aclosing(
+                    self._control(model, version, {"op": "status"})
+                ) as beats:
+                    async for beat in beats:
+                        return beat
+        except TimeoutError:
+            pass
+        raise errors.unavailable(f"The model {model[:128]!r} did not answer in {timeout_s:g} s.")
+
+    async def models(self, timeout_s: float = 5.0) -> list[ModelInfo]:
+        """All models and versions in the server's repository, ready or not."""
+        with _unary_errors():
+            index = await self._client.get_model_repository_index(client_timeout=timeout_s)
+        return [
+            ModelInfo(entry.name, entry.version, entry.state == "READY", entry.reason)
+            for entry in index.models
+        ]
+
+    async def is_shoal_model(self, model: str, version: str = "", timeout_s: float = 5.0) -> bool:
+        """Whether a loaded model is run by the ``shoal`` backend: only that takes ``control``."""
+        with _unary_errors(model):
+            metadata = await self._client.get_model_metadata(
+                model, version, client_timeout=timeout_s
+            )
+        return any(tensor.name == "control" for tensor in metadata.inputs)
+
+    async def is_live(self, timeout_s: float = 2.0) -> bool:
+        """Whether tritonserver answers at all; says nothing about models."""
+        try:
+            return bool(await self._client.is_server_live(client_timeout=timeout_s))
+        except InferenceServerException:
+            return False
+
+    async def load_model(self, model: str, timeout_s: float = 600.0) -> None:
+        """Load a model of the repository (explicit model control) and wait until it is loaded."""
+        with _unary_errors(model):
+            await self._client.load_model(model, client_timeout=timeout_s)
+
+    async def unload_model(self, model: str, timeout_s: float = 60.0) -> None:
+        """Ask for a model to be unloaded; returns at once, running requests may finish first."""
+        with _unary_errors(model):
+            await self._client.unload_model(model, client_timeout=timeout_s)
+
+    async def _control(
+        self, model: str, version: str, control: dict[str, Any]
+    ) -> AsyncGenerator[Heartbeat, None]:
+        inputs = [tensors.string_input("control", json.dumps(control))]
+        request = {"model_name": model, "model_version": version, "inputs": inputs}
+        call = self._start(request, None)
+        try:
+            async for result, error in call:
+                if error is not None:
+                    raise errors.from_tritonserver(error.message(), model)
+                beat = tensors.read_heartbeat(result.get_response())
+                if beat is not None:
+                    yield beat
+        except grpc.RpcError as error:
+            raise errors.from_grpc(error.code().name, error.details()) from None
+        except asyncio.CancelledError:
+            # gRPC's own cancellation (a closed channel) must not look like that of our task.
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                raise
+            raise errors.from_grpc("CANCELLED", "the call was cancelled") from None
+        finally:
+            call.cancel()
+
+    def _start(self, request: dict[str, Any], timeout_s: float | None) -> Any:
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            yield request
+
+        return self._client.stream_infer(requests(), stream_timeout=timeout_s)
+
+
+def _prompt_inputs(
+    text_input: str | None,
+    messages: Sequence[Mapping[str, Any]] | str | None,
+    input_ids: Sequence[int] | None,
+) -> list[InferInput]:
+    inputs = []
+    if text_input is not None:
+        inputs.append(tensors.string_input("text_input", text_input))
+    if messages is not None:
+        text = messages if isinstance(messages, str) else json.dumps(messages, allow_nan=False)
+        inputs.append(tensors.string_input("messages", text))
+    if input_ids is not None:
+        inputs.append(tensors.token_ids_input(input_ids))
+    if len(inputs) != 1:
+        raise ShoalError("Give exactly one of text_input, messages and input_ids.", 400)
+    return inputs
+
+
+@contextlib.contextmanager
+def _unary_errors(model: str = "") -> Iterator[None]:
+    """Turn tritonclient's exception of a unary call into ours."""
+    try:
+        yield
+    except InferenceServerException as error:
+        code = (error.status() or "").removeprefix("StatusCode.")
+        text = error.message() or ""
+        if model and (code in ("NOT_FOUND", "INVALID_ARGUMENT", "INTERNAL") or "model" in text):
+            raise errors.from_tritonserver(text, model) from None
+        raise errors.from_grpc(code, text) from None

@@ -1,0 +1,83 @@
+"""What the SDK gives back: plain typed results."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request. ``cached_tokens`` is the part of the prompt whose KV was reused."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One response of a stream: the text and tokens since the last one.
+
+    ``num_input_tokens`` and ``num_cached_tokens`` are totals (0 where the server did not tell);
+    ``num_output_tokens`` counts the tokens of this delta. The last delta has a finish reason.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    num_output_tokens: int = 0
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    logprobs: str | None = None  # JSON, as the backend wrote it
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer. ``finish_reason`` is "stop" or "length"."""
+
+    text: str
+    finish_reason: str
+    usage: Usage
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One version of a model in the server's repository."""
+
+    name: str
+    version: str
+    ready: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The backend's own account of one loaded model, as its control output tells it."""
+
+    state: str  # loading | ready | stuck | restarting | draining
+    model: str = ""
+    version: str = ""
+    step: int = 0
+    step_age_ms: float = 0.0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued: int = 0
+    num_live: int = 0
+    num_preemptions: int = 0
+    worker_restarts: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    time: float = 0.0  # seconds since the epoch, by the server's clock

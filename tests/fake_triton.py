@@ -1,0 +1,359 @@
+"""A Triton server that speaks the real gRPC protocol, run by a script instead of a model.
+
+As the real one (2.51): each ModelStreamInfer request of a decoupled model is answered by any number
+of responses, each with the parameter ``triton_final_response``; a flag-only final response is sent
+only to those who set ``triton_enable_empty_final_response``; errors come as ``error_message`` with
+neither code nor status; after the client's half-close the call ends when all was answered.
+"""
+
+import contextlib
+import json
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+MODEL = "fake"
+STRING_INPUTS = ("text_input", "messages", "sampling_parameters", "control")
+RETURNS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens")
+RETURNS += ("num_output_tokens", "cached_tokens", "token_ids", "error")
+BOOL_INPUTS = ("stream", "exclude_input_in_output", *(f"return_{name}" for name in RETURNS))
+UNHEALTHY = "Stub process '{}_0_0' is not healthy."
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One response of the fake backend; ``output`` holds extra tensors by name."""
+
+    text: str = ""
+    num_tokens: int = 1
+    finish_reason: str | None = None
+    delay_s: float = 0.0
+    error: dict[str, Any] | None = None  # as the `error` tensor
+    triton_error: str | None = None  # as tritonserver's own error message
+
+
+@dataclass
+class Request:
+    """One decoded inference request, as the fake backend saw it."""
+
+    inputs: dict[str, Any]
+    id: str
+    parameters: dict[str, Any]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return json.loads(self.inputs.get("sampling_parameters", "{}"))
+
+
+Script = Callable[[Request], Iterator[Piece]]
+
+
+def echo_script(request: Request) -> Iterator[Piece]:
+    """As many numbered words as max_tokens says (4 unless given)."""
+    sampling = request.sampling
+    count = sampling.get("max_completion_tokens", sampling.get("max_tokens", 4))
+    for index in range(count):
+        yield Piece(f"w{index} ", finish_reason="length" if index == count - 1 else None)
+
+
+@dataclass
+class FakeModel:
+    """State of one model: what it answers and how its heart beats."""
+
+    script: Script = echo_script
+    state: str = "ready"
+    loaded: bool = True
+    beating: bool = True
+    stub_alive: bool = True  # a dead stub leaves running requests hanging and refuses new ones
+    separate_final: bool = False  # the final flag comes alone, after the last response
+    is_shoal: bool = True
+    num_cached_tokens: int = 0
+    requests: list[Request] = field(default_factory=list)
+    num_control: int = 0
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """The server. ``models`` may be changed while it runs."""
+
+    def __init__(self, **models: FakeModel) -> None:
+        self.models: dict[str, FakeModel] = models or {MODEL: FakeModel()}
+        self.port = 0
+        self._server: grpc.Server | None = None
+        self._stopping = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def model(self) -> FakeModel:
+        return self.models[MODEL]
+
+    def __enter__(self) -> "FakeTriton":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start, on the port of the last time when there was one."""
+        self._stopping.clear()
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(96), options=[("grpc.so_reuseport", 0)]
+        )
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.start()
+
+    def stop(self) -> None:
+        """Stop; open calls are cut off."""
+        self._stopping.set()
+        if self._server is not None:
+            self._server.stop(0).wait()
+            self._server = None
+
+    def ServerLive(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        entry = service_pb2.RepositoryIndexResponse.ModelIndex
+        index = [
+            entry(name=name, version="1", state="READY" if model.loaded else "UNAVAILABLE")
+            for name, model in self.models.items()
+        ]
+        return service_pb2.RepositoryIndexResponse(models=index)
+
+    def ModelMetadata(self, request: Any, context: Any) -> Any:
+        model = self.models.get(request.name)
+        if model is None:
+            text = f"Request for unknown model: '{request.name}' is not found"
+            context.abort(grpc.StatusCode.NOT_FOUND, text)
+        assert model is not None
+        tensor = service_pb2.ModelMetadataResponse.TensorMetadata
+        names = ["text_input", *(["control"] if model.is_shoal else [])]
+        inputs = [tensor(name=name, datatype="BYTES", shape=[1]) for name in names]
+        return service_pb2.ModelMetadataResponse(name=request.name, versions=["1"], inputs=inputs)
+
+    def RepositoryModelLoad(self, request: Any, context: Any) -> Any:
+        model = self.models[request.model_name]
+        if not model.loaded:  # loading a loaded model does nothing, even with a dead stub
+            model.loaded = model.stub_alive = True
+        return service_pb2.RepositoryModelLoadResponse()
+
+    def RepositoryModelUnload(self, request: Any, context: Any) -> Any:
+        self.models[request.model_name].loaded = False
+        return service_pb2.RepositoryModelUnloadResponse()
+
+    def ModelStreamInfer(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:
+        replies: queue.Queue[Any] = queue.Queue()
+        cancelled = threading.Event()
+        context.add_callback(cancelled.set)
+        workers: list[threading.Thread] = []
+
+        def read() -> None:
+            with contextlib.suppress(grpc.RpcError):  # the client has gone
+                for message in request_iterator:
+                    worker = threading.Thread(
+                        target=self._answer, args=(message, replies.put, cancelled), daemon=True
+                    )
+                    workers.append(worker)
+                    worker.start()
+            for worker in workers:
+                worker.join()
+            replies.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        while (reply := replies.get()) is not None:
+            yield reply
+
+    def _answer(
+        self, message: Any, send: Callable[[Any], None], cancelled: threading.Event
+    ) -> None:
+        reply = _Reply(message, send)
+        model = self.models.get(message.model_name)
+        if model is None:
+            reply.fail(f"Request for unknown model: '{message.model_name}' is not found")
+        elif not model.loaded:
+            reply.fail(
+                f"Request for unknown model: '{message.model_name}' has no available versions"
+            )
+        elif not model.stub_alive:
+            reply.fail(UNHEALTHY.format(message.model_name))
+        else:
+            self._serve(model, message, reply, cancelled)
+
+    def _serve(
+        self, model: FakeModel, message: Any, reply: "_Reply", cancelled: threading.Event
+    ) -> None:
+        try:
+            inputs = decode_inputs(message)
+        except ValueError as error:
+            reply.fail(str(error))
+            return
+        if "control" in inputs:
+            self._beat(model, json.loads(inputs["control"]), reply, cancelled)
+            return
+        parameters = {name: _parameter(value) for name, value in message.parameters.items()}
+        request = Request(inputs, message.id, parameters)
+        model.requests.append(request)
+        num_input_tokens = _count_tokens(inputs)
+        pieces = model.script(request)
+        if not inputs.get("stream"):
+            pieces = iter([_join(list(pieces))])
+        for piece in pieces:
+            gone = self._sleep(model, piece.delay_s, cancelled)
+            if gone:
+                request.cancelled.set()
+                return
+            if piece.triton_error is not None:
+                reply.fail(piece.triton_error)
+                return
+            final = piece.finish_reason is not None or piece.error is not None
+            outputs = _piece_outputs(piece, inputs, num_input_tokens, model.num_cached_tokens)
+            reply.send(outputs, final and not model.separate_final)
+        if model.separate_final:
+            reply.send_empty_final()
+        request.finished.set()
+
+    def _beat(
+        self, model: FakeModel, control: dict[str, Any], reply: "_Reply", cancelled: threading.Event
+    ) -> None:
+        model.num_control += 1
+        count = control.get("count", 1) if control["op"] == "heartbeat" else 1
+        for index in range(count):
+            while not model.beating:
+                if self._sleep(model, 0.02, cancelled):
+                    return
+            payload = {"state": model.state, "model": reply.model, "version": "1", "step": index}
+            payload |= {"step_age_ms": 1.5, "free_blocks": 64, "max_model_len": 128, "new": 1}
+            reply.send([_string("control_output", json.dumps(payload))], index == count - 1)
+            pause = control.get("interval_ms", 250) / 1000 if index < count - 1 else 0
+            if self._sleep(model, pause, cancelled):
+                return
+
+    def _sleep(self, model: FakeModel, delay_s: float, cancelled: threading.Event) -> bool:
+        """Wait; True when the caller has gone. A dead stub waits for ever."""
+        end = time.monotonic() + delay_s
+        while (time.monotonic() < end or not model.stub_alive) and not self._stopping.is_set():
+            if cancelled.wait(min(0.01, max(end - time.monotonic(), 0.001))):
+                return True
+        return cancelled.is_set() or self._stopping.is_set()
+
+
+class _Reply:
+    """Sends the responses of one request the way tritonserver frames them."""
+
+    def __init__(self, message: Any, send: Callable[[Any], None]) -> None:
+        self.model = message.model_name
+        self._id = message.id
+        self._send = send
+        wish = message.parameters.get("triton_enable_empty_final_response")
+        self._wants_empty_final = wish is not None and wish.bool_param
+
+    def send(self, outputs: list[tuple[str, str, list[int], bytes]], final: bool) -> None:
+        response = service_pb2.ModelInferResponse(
+            model_name=self.model, model_version="1", id=self._id
+        )
+        response.parameters["triton_final_response"].bool_param = final
+        for name, datatype, shape, raw in outputs:
+            response.outputs.add(name=name, datatype=datatype, shape=shape)
+            response.raw_output_contents.append(raw)
+        self._send(service_pb2.ModelStreamInferResponse(infer_response=response))
+
+    def send_empty_final(self) -> None:
+        if self._wants_empty_final:
+            self.send([], True)
+
+    def fail(self, text: str) -> None:
+        response = service_pb2.ModelInferResponse(id=self._id)
+        self._send(
+            service_pb2.ModelStreamInferResponse(error_message=text, infer_response=response)
+        )
+
+
+def decode_inputs(message: Any) -> dict[str, Any]:
+    """Inputs by name. Raises ValueError as tritonserver does for those it does not know."""
+    values: dict[str, Any] = {}
+    for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
+        kinds = {"BYTES": STRING_INPUTS, "BOOL": BOOL_INPUTS, "INT64": ("input_ids",)}
+        if tensor.name not in kinds.get(tensor.datatype, ()):
+            raise ValueError(
+                f"unexpected inference input '{tensor.name}' for model '{message.model_name}'"
+            )
+        if tensor.datatype == "BYTES":
+            assert list(tensor.shape) == [1]
+            assert int.from_bytes(raw[:4], "little") == len(raw) - 4
+            values[tensor.name] = raw[4:].decode()
+        elif tensor.datatype == "BOOL":
+            values[tensor.name] = raw == b"\x01"
+        else:
+            values[tensor.name] = list(struct.unpack(f"<{tensor.shape[0]}q", raw))
+    return values
+
+
+def _piece_outputs(
+    piece: Piece, inputs: dict[str, Any], num_input_tokens: int, num_cached_tokens: int
+) -> list[tuple[str, str, list[int], bytes]]:
+    asked = {name for name in RETURNS if inputs.get(f"return_{name}")}
+    ids = range(piece.num_tokens)
+    outputs = {
+        "text_output": _string("text_output", piece.text),
+        "num_input_tokens": _uint32("num_input_tokens", num_input_tokens),
+        "num_output_tokens": _uint32("num_output_tokens", piece.num_tokens),
+        "cached_tokens": _uint32("cached_tokens", num_cached_tokens),
+        "token_ids": (
+            "token_ids",
+            "INT64",
+            [piece.num_tokens],
+            struct.pack(f"<{piece.num_tokens}q", *ids),
+        ),
+    }
+    if piece.finish_reason is not None:
+        outputs["finish_reason"] = _string("finish_reason", piece.finish_reason)
+    if piece.error is not None:
+        outputs["finish_reason"] = _string("finish_reason", "error")
+        outputs["error"] = _string("error", json.dumps(piece.error))
+    return [value for name, value in outputs.items() if name == "text_output" or name in asked]
+
+
+def _join(pieces: list[Piece]) -> Piece:
+    """What a backend sends to a client that does not stream."""
+    for piece in pieces:
+        if piece.error or piece.triton_error:
+            return piece
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        sum(piece.num_tokens for piece in pieces),
+        pieces[-1].finish_reason,
+        sum(piece.delay_s for piece in pieces),
+    )
+
+
+def _string(name: str, text: str) -> tuple[str, str, list[int], bytes]:
+    data = text.encode()
+    return name, "BYTES", [1], len(data).to_bytes(4, "little") + data
+
+
+def _uint32(name: str, value: int) -> tuple[str, str, list[int], bytes]:
+    return name, "UINT32", [1], struct.pack("<I", value)
+
+
+def _count_tokens(inputs: dict[str, Any]) -> int:
+    if "input_ids" in inputs:
+        return len(inputs["input_ids"])
+    return len((inputs.get("text_input") or inputs.get("messages", "")).split())
+
+
+def _parameter(value: Any) -> Any:
+    return getattr(value, value.WhichOneof("parameter_choice"))

@@ -1,0 +1,506 @@
+"""The OpenAI shim over real HTTP: the official client, raw HTTP, and clients that leave."""
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request, echo_script
+from shim_thread import ShimThread, wait_until
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def triton() -> Iterator[FakeTriton]:
+    with FakeTriton(fake=FakeModel(), onnx=FakeModel(is_shoal=False)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def running(triton: FakeTriton) -> Iterator[ShimThread]:
+    with ShimThread(triton.url) as shim:
+        shim.wait_ready()
+        yield shim
+
+
+@pytest.fixture
+def model(triton: FakeTriton) -> Iterator[FakeModel]:
+    yield triton.model
+    triton.model.script = echo_script
+    triton.model.num_cached_tokens = 0
+    triton.model.requests.clear()
+
+
+@pytest.fixture
+def http(running: ShimThread, model: FakeModel) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def client(running: ShimThread, model: FakeModel) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def endless(request: Request) -> Iterator[Piece]:
+    while True:
+        yield Piece("x", delay_s=0.01)
+
+
+def silent(request: Request) -> Iterator[Piece]:
+    yield Piece("never", delay_s=3600)
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": MESSAGES, **fields}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "a b", **fields}
+
+
+def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
+    """The decoded events of a stream; "[DONE]" stays a string."""
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") for block in blocks)
+    data = [block.removeprefix("data: ") for block in blocks]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+def refusal(response: httpx.Response, status: int, param: str | None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    return dict(error)
+
+
+def test_chat_with_the_official_client(client: openai.OpenAI, model: FakeModel) -> None:
+    model.num_cached_tokens = 1
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=2, temperature=0, seed=7, stop="z"
+    )
+    assert answer.choices[0].message.content == "w0 w1 "
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 2
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 2
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+    (request,) = model.requests
+    assert json.loads(request.inputs["messages"]) == MESSAGES
+    assert request.inputs["stream"] is False
+    assert request.sampling == {
+        "max_completion_tokens": 2,
+        "temperature": 0,
+        "seed": 7,
+        "stop": "z",
+    }
+
+
+def test_stream_with_the_official_client(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(text or "" for text in texts) == "w0 w1 w2 "
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 3
+
+
+def test_async_official_client_and_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="a b c", max_tokens=2)
+    assert answer.choices[0].text == "w0 w1 "
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 3
+    stream = client.completions.create(model=MODEL, prompt=[1, 2], max_tokens=2, stream=True)
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "w0 w1 "
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "length"]
+
+
+def test_models_with_the_official_client(client: openai.OpenAI) -> None:
+    assert [entry.id for entry in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "shoal"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nope")
+
+
+def test_chat_stream_shape(http: httpx.Client) -> None:
+    received = events(http, CHAT, chat(stream=True, max_tokens=2))
+    assert received[-1] == "[DONE]"
+    chunks = received[:-1]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[1:]]
+    assert deltas == [{"content": "w0 "}, {"content": "w1 "}, {}]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 3 + ["length"]
+    assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_empty_deltas_are_not_forwarded(http: httpx.Client, model: FakeModel) -> None:
+    pieces = [Piece("", 0), Piece("a"), Piece("", 0), Piece("", 1, "stop")]
+    model.script = lambda request: iter(pieces)
+    received = events(http, CHAT, chat(stream=True))
+    assert [chunk["choices"][0]["delta"] for chunk in received[1:-1]] == [{"content": "a"}, {}]
+    received = events(http, COMPLETIONS, completion(stream=True))
+    assert [chunk["choices"][0]["text"] for chunk in received[:-1]] == ["a", ""]
+    assert received[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_usage_only_in_one_last_chunk(http: httpx.Client, path: str) -> None:
+    make = chat if path == CHAT else completion
+    body = make(stream=True, max_tokens=3, stream_options={"include_usage": True})
+    chunks = events(http, path, body)[:-1]
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+@pytest.mark.parametrize("options", [{}, None, {"include_usage": False}, {"include_usage": None}])
+def test_no_usage_unless_asked(http: httpx.Client, options: Any) -> None:
+    chunks = events(http, CHAT, chat(stream=True, stream_options=options))[:-1]
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_several_prompts(http: httpx.Client, model: FakeModel) -> None:
+    def by_prompt(request: Request) -> Iterator[Piece]:
+        text = request.inputs.get("text_input") or str(request.inputs["input_ids"])
+        yield Piece(text, 2)
+        yield Piece("!", 1, "stop")
+
+    model.script = by_prompt
+    body = completion(prompt=["one", "two", "three"])
+    answer = http.post(COMPLETIONS, json=body).json()
+    choices = [(item["index"], item["text"]) for item in answer["choices"]]
+    assert choices == [(0, "one!"), (1, "two!"), (2, "three!")]
+    assert answer["usage"]["completion_tokens"] == 9
+    body = completion(prompt=[[1, 2], [3]], stream=True, stream_options={"include_usage": True})
+    received = events(http, COMPLETIONS, body)
+    texts = {0: "", 1: ""}
+    finishes = []
+    for chunk in received[:-2]:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        finishes += [choice["index"]] if choice["finish_reason"] else []
+    assert texts == {0: "[1, 2]!", 1: "[3]!"}
+    assert sorted(finishes) == [0, 1]
+    assert received[-2]["usage"]["prompt_tokens"] == 3
+
+
+def test_one_refused_prompt_refuses_all(http: httpx.Client, model: FakeModel) -> None:
+    def refuse_second(request: Request) -> Iterator[Piece]:
+        if request.inputs["text_input"] == "b":
+            return iter([Piece(error={"message": "no", "status": 400, "param": "prompt"})])
+        return endless(request)
+
+    model.script = refuse_second
+    refusal(http.post(COMPLETIONS, json=completion(prompt=["a", "b"], stream=True)), 400, "prompt")
+    (first,) = [item for item in model.requests if item.inputs["text_input"] == "a"]
+    assert first.cancelled.wait(10)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_refusal_of_the_backend_has_its_own_status(
+    http: httpx.Client, model: FakeModel, stream: bool
+) -> None:
+    full = {"message": "full", "status": 429, "code": "queue_full", "retry_after_ms": 2300}
+    model.script = lambda request: iter([Piece(error=full)])
+    response = http.post(CHAT, json=chat(stream=stream))
+    error = refusal(response, 429, None)
+    assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+    assert response.headers["retry-after"] == "3"
+    assert response.headers["retry-after-ms"] == "2300"
+    long = {"message": "long", "status": 400, "code": "context_length_exceeded"}
+    model.script = lambda request: iter([Piece(error=long)])
+    error = refusal(http.post(CHAT, json=chat(stream=stream)), 400, None)
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_prompt_is_named_as_the_caller_named_it(http: httpx.Client, model: FakeModel) -> None:
+    for backend_name in ("text_input", "input_ids"):
+        error = {"message": f"{backend_name} is bad", "status": 400, "param": backend_name}
+        model.script = lambda request, error=error: iter([Piece(error=error)])
+        answer = refusal(http.post(COMPLETIONS, json=completion()), 400, "prompt")
+        assert answer["message"] == "prompt is bad"
+
+
+def test_failure_mid_stream_is_an_event_then_the_end(http: httpx.Client, model: FakeModel) -> None:
+    broken = {"message": "worker died", "status": 500}
+    model.script = lambda request: iter([Piece("a"), Piece(error=broken)])
+    received = events(http, CHAT, chat(stream=True))
+    assert received[-1] == {
+        "error": {"message": "worker died", "type": "server_error", "param": None, "code": None}
+    }
+    assert "[DONE]" not in received
+
+
+def test_failure_mid_stream_raises_in_the_official_client(
+    client: openai.OpenAI, model: FakeModel
+) -> None:
+    model.script = lambda request: iter([Piece("a"), Piece(error={"message": "x", "status": 500})])
+    stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    with pytest.raises(openai.APIError):
+        list(stream)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("script", [endless, silent])
+def test_client_that_leaves_cancels(
+    running: ShimThread, model: FakeModel, stream: bool, script: Any
+) -> None:
+    model.script = script
+    if script is endless and not stream:
+        # One response at the end of an answer that takes for ever is the silent case again.
+        model.script = silent
+    body = json.dumps(chat(stream=stream)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: model.requests, "no request")
+        if script is endless and stream:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    assert model.requests[0].cancelled.wait(10)
+    tracker = running.server._tracker
+    wait_until(lambda: tracker.num_open == 0, "the request is still open")
+
+
+def test_64_streams_each_finish_once(http: httpx.Client) -> None:
+    def run(_: int) -> list[str]:
+        received = events(http, CHAT, chat(stream=True, max_tokens=5))
+        assert received[-1] == "[DONE]"
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in received[:-1]]
+        return [reason for reason in reasons if reason]
+
+    with ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(run, range(64))) == [["length"]] * 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": 3}, "model"),
+        ({"model": None}, "model"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"seed": 10**30}, "seed"),
+        ({"stop": 3}, "stop"),
+        ({"stop": ["a", 3]}, "stop[1]"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": True, "stream_options": 3}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"n": 0}, "n"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": True}, "echo"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"nonsense": None}, "nonsense"),
+    ],
+)
+def test_bad_fields_are_named(
+    http: httpx.Client, model: FakeModel, fields: dict[str, Any], param: str
+) -> None:
+    for stream in ({}, {"stream": True}):
+        error = refusal(http.post(CHAT, json={**chat(**stream), **fields}), 400, param)
+        assert param.split("[")[0] in error["message"]
+    assert not model.requests
+
+
+def test_stream_options_need_a_stream(http: httpx.Client) -> None:
+    body = chat(stream_options={"include_usage": True})
+    refusal(http.post(CHAT, json=body), 400, "stream_options")
+
+
+def test_neutral_values_are_as_if_absent(http: httpx.Client, model: FakeModel) -> None:
+    body = chat(
+        n=1,
+        logprobs=False,
+        top_logprobs=None,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        logit_bias=None,
+        max_tokens=None,
+        temperature=None,
+        stop=None,
+        user="me",
+        store=False,
+    )
+    assert http.post(CHAT, json=body).status_code == 200
+    assert model.requests[0].sampling == {}
+
+
+def test_completions_default_to_16_tokens(http: httpx.Client, model: FakeModel) -> None:
+    http.post(COMPLETIONS, json=completion(max_tokens=None))
+    http.post(COMPLETIONS, json=completion(max_tokens=7))
+    assert [item.sampling["max_tokens"] for item in model.requests] == [16, 7]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([""], "prompt[0]"),
+        ([[]], "prompt[0]"),
+        (["a", ""], "prompt[1]"),
+        (3, "prompt"),
+        (None, "prompt"),
+        ({"a": 1}, "prompt"),
+        ([1, "a"], "prompt"),
+        ([1, True], "prompt"),
+        ([1.5], "prompt[0]"),
+        ([-1], "prompt"),
+        ([[2**40]], "prompt[0]"),
+        (["a"] * 33, "prompt"),
+    ],
+)
+def test_bad_prompts_are_named(http: httpx.Client, prompt: Any, param: str) -> None:
+    refusal(http.post(COMPLETIONS, json=completion(prompt=prompt)), 400, param)
+
+
+def test_missing_fields_are_named(http: httpx.Client) -> None:
+    refusal(http.post(CHAT, json={"messages": MESSAGES}), 400, "model")
+    refusal(http.post(CHAT, json={"model": MODEL}), 400, "messages")
+    refusal(http.post(COMPLETIONS, json={"model": MODEL}), 400, "prompt")
+
+
+@pytest.mark.parametrize("name", ["nope", "onnx", "", "x" * 5000])
+def test_unknown_model_is_404(http: httpx.Client, name: str) -> None:
+    response = http.post(CHAT, json=chat(model=name))
+    assert refusal(response, 404, "model")["code"] == "model_not_found"
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"1", 400),
+        (b'"x"', 400),
+        (b"null", 400),
+        (b'{"model": "fake", "temperature": NaN}', 400),
+        (b'{"model": "fake", "temperature": Infinity}', 400),
+        (b'{"model": "fake", "temperature": 1e999}', 400),
+        (b'{"model": "\xff"}', 400),
+        (b'{"model": "\\ud800"}', 400),
+        (b"[" * 100_000, 400),
+        (b"[" * 500 + b"]" * 500, 400),
+        (b'{"messages": ' + b"[" * 32 + b"]" * 32 + b"}", 400),
+        (b" " * (4 * 1024 * 1024 + 1), 413),
+    ],
+)
+def test_bad_bodies(http: httpx.Client, body: bytes, status: int) -> None:
+    headers = {"content-type": "application/json"}
+    refusal(http.post(CHAT, content=body, headers=headers), status, None)
+    assert http.post(CHAT, json=chat()).status_code == 200
+
+
+def test_chunked_body_is_capped_too(http: httpx.Client) -> None:
+    pieces = (b" " * 65536 for _ in range(100))
+    response = http.post(CHAT, content=pieces, headers={"content-type": "application/json"})
+    refusal(response, 413, None)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"content-type": "text/plain"},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+def test_wrong_media_type_is_415(http: httpx.Client, headers: dict[str, str]) -> None:
+    refusal(http.post(CHAT, content=json.dumps(chat()).encode(), headers=headers), 415, None)
+
+
+def test_routing_errors_have_the_same_form(http: httpx.Client) -> None:
+    refusal(http.get("/nope"), 404, None)
+    response = http.get(CHAT)
+    refusal(response, 405, None)
+    assert response.headers["allow"] == "POST"
+    refusal(http.delete("/v1/models"), 405, None)
+
+
+def test_request_id(http: httpx.Client, model: FakeModel) -> None:
+    response = http.post(CHAT, json=chat(), headers={"x-request-id": "abc-1"})
+    assert response.headers["x-request-id"] == "abc-1"
+    assert model.requests[0].id == "abc-1"
+    for bad in ("a b", "x" * 200, "<script>"):
+        given = http.get("/version", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert given != bad
+        assert len(given) == 32
+
+
+def test_health_and_version(http: httpx.Client) -> None:
+    assert http.get("/health/live").json() == {"status": "live"}
+    ready = http.get("/health/ready").json()
+    assert (ready["ready"], ready["models"]) == ([MODEL], {MODEL: "ready"})
+    assert http.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"x: " + b"y" * 70_000 + b"\r\n", 431),
+        (b"".join(b"h%d: v\r\n" % i for i in range(150)), 431),
+        (b"bad header\r\n", 400),
+    ],
+)
+def test_bad_heads(running: ShimThread, head: bytes, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n")
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert b'{"error":' in answer
+
+
+def test_large_body_on_one_connection_is_no_head(http: httpx.Client, model: FakeModel) -> None:
+    messages = [{"role": "user", "content": "x" * 300_000}]
+    for _ in range(3):
+        assert http.post(CHAT, json=chat(messages=messages)).status_code == 200
+    assert len(model.requests) == 3
