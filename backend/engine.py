@@ -1,0 +1,148 @@
+"""The engine: schedule, run, update. It knows sequences of token ids and nothing of text."""
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.backend.messages import AddSequence, WorkerStatus
+from shoal.backend.step_log import StepLog
+from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
+from shoal.scheduler.scheduler import Scheduler
+from shoal.scheduler.sequence import FinishReason, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Per seq_id: the token of each sequence that sampled, or why its sequence failed."""
+
+    sampled: dict[int, SampledToken]
+    failed: dict[int, str]
+
+
+class Runner(Protocol):
+    """Runs one step on the device."""
+
+    def run(self, output: SchedulerOutput) -> RunResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the loaded model and its KV pool can take."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+
+class Engine:
+    """Owns the scheduler and, through it, every live sequence. One thread uses it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        limits: EngineLimits,
+        step_log: StepLog | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._limits = limits
+        self._step_log = step_log
+        self._num_steps = 0
+        self._made_progress = True
+        self._live: set[int] = set()
+        self._refused: list[StepOutput] = []
+
+    def add(self, message: AddSequence) -> None:
+        """Take a sequence. One that cannot run gets its error with the next step's outputs."""
+        if message.seq_id in self._live:
+            logger.warning("sequence %d was added twice; the second is ignored", message.seq_id)
+            return
+        reason = self._why_refused(message)
+        if reason is not None:
+            self._refuse(message, reason)
+            return
+        sequence = Sequence(
+            seq_id=message.seq_id,
+            token_ids=list(message.token_ids),
+            num_prompt_tokens=message.num_prompt_tokens,
+            sampling=message.sampling,
+            eos_token_ids=self._limits.eos_token_ids,
+            arrival_step=self._num_steps,
+        )
+        self._live.add(sequence.seq_id)
+        self._scheduler.add(sequence)
+        if self._step_log:
+            self._step_log.added(sequence.seq_id)
+
+    def abort(self, seq_id: int) -> None:
+        """Drop a sequence and free its blocks, without an output. Unknown ids are ignored."""
+        self._refused = [output for output in self._refused if output.seq_id != seq_id]
+        if seq_id not in self._live:
+            return
+        self._live.discard(seq_id)
+        self._scheduler.abort(seq_id)
+        if self._step_log:
+            self._step_log.aborted(seq_id)
+
+    def step(self) -> list[StepOutput]:
+        """Give every scheduled sequence its tokens; the outputs of one step, refusals first."""
+        refused, self._refused = self._refused, []
+        output = self._scheduler.schedule()
+        self._made_progress = bool(output.scheduled or output.preempted or refused)
+        if not output.scheduled:
+            return refused
+        self._num_steps += 1
+        if self._step_log:
+            self._step_log.planned(output)
+        result = self._runner.run(output)
+        results = self._scheduler.update_from_output(output, result.sampled, result.failed)
+        self._live.difference_update(item.seq_id for item in results if item.finish_reason)
+        if self._step_log:
+            free_blocks = self._scheduler.free_blocks
+            self._step_log.finished(self._num_steps, output, results, free_blocks)
+        return refused + results
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._refused) or self._scheduler.has_unfinished
+
+    @property
+    def made_progress(self) -> bool:
+        """Whether the last step did anything."""
+        return self._made_progress
+
+    @property
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            step=self._num_steps,
+            free_blocks=self._scheduler.free_blocks,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+    def _why_refused(self, message: AddSequence) -> str | None:
+        """Intake has checked all this for clients; here it guards the device and the pool."""
+        num_tokens = len(message.token_ids)
+        if not 0 < message.num_prompt_tokens <= num_tokens:
+            return "The sequence has no prompt."
+        if num_tokens >= self._limits.max_model_len:
+            return f"The sequence leaves no room within {self._limits.max_model_len} tokens."
+        if not 0 <= min(message.token_ids) <= max(message.token_ids) < self._limits.vocab_size:
+            return f"Token ids must be in [0, {self._limits.vocab_size - 1}]."
+        return None
+
+    def _refuse(self, message: AddSequence, reason: str) -> None:
+        output_index = max(0, len(message.token_ids) - message.num_prompt_tokens)
+        self._refused.append(
+            StepOutput(
+                message.seq_id,
+                output_index,
+                token=None,
+                finish_reason=FinishReason.ERROR,
+                error=reason,
+            )
+        )

@@ -1,0 +1,120 @@
+"""From settings to an engine that is ready to step."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shoal.backend.engine import Engine, EngineLimits
+from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
+from shoal.backend.kv_sizing import KVSize, size_kv_cache
+from shoal.backend.machine import available_memory, num_usable_cpus
+from shoal.backend.messages import WorkerReady
+from shoal.backend.model_runner import ModelRunner
+from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.step_log import StepLog
+from shoal.backend.weights.catalogue import resolve_weights
+from shoal.backend.weights.loader import load_model
+from shoal.scheduler.block_pool import BlockPool
+from shoal.scheduler.kv_manager import KVCacheManager
+from shoal.scheduler.outputs import ScheduledSequence, SchedulerOutput
+from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
+from shoal.scheduler.sequence import Sequence
+
+# Called with a phase, and bytes done and in all (0 where a phase has none).
+Progress = Callable[[str, int, int], None]
+
+
+def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, WorkerReady]:
+    """Load the model, allocate the KV cache and run a first step.
+
+    Raises ConfigError for what an operator can mend. Sets the process's number of torch threads.
+    """
+    torch.set_num_threads(config.num_threads or num_usable_cpus())
+    step_log = StepLog(Path(config.step_log)) if config.step_log else None
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype)
+    loaded = load_model(resolve_weights(config.weights), dtype, device, progress)
+    progress("kv cache", 0, 0)
+    size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
+    runner = ModelRunner(loaded.model, kv_cache, device)
+    progress("first step", 0, 0)
+    _run_first_step(runner)
+    ready = WorkerReady(
+        num_blocks=size.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=size.max_model_len,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=list(loaded.config.eos_token_ids),
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+    )
+    return Engine(_make_scheduler(config, size), runner, _limits(ready), step_log), ready
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto``: the best there is. Raises ConfigError for one that is not here."""
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        name = next(kind for kind, here in present.items() if here)
+    if not present[name]:
+        usable = ", ".join(kind for kind, here in present.items() if here)
+        raise ConfigError(f"device {name} is not usable on this machine. Usable: {usable}, auto.")
+    return torch.device(name)
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """``auto``: float32, in which a batch of any size rounds least and text is the most stable."""
+    return {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _make_kv_cache(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[KVSize, PagedKVCache]:
+    block_bytes = bytes_per_block(
+        model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype
+    )
+    size = size_kv_cache(
+        config, block_bytes, model.max_position_embeddings, available_memory(device)
+    )
+    kv_cache = PagedKVCache(
+        model.num_layers,
+        size.num_blocks,
+        config.block_size,
+        model.num_kv_heads,
+        model.head_dim,
+        dtype,
+        device,
+    )
+    return size, kv_cache
+
+
+def _make_scheduler(config: EngineConfig, size: KVSize) -> Scheduler:
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=size.max_model_len,
+    )
+    return Scheduler(limits, KVCacheManager(BlockPool(size.num_blocks, config.block_size)))
+
+
+def _limits(ready: WorkerReady) -> EngineLimits:
+    return EngineLimits(ready.vocab_size, ready.max_model_len, frozenset(ready.eos_token_ids))
+
+
+def _run_first_step(runner: ModelRunner) -> None:
+    """Prove that the model runs, and let libraries set themselves up, before anyone waits.
+
+    It writes to a block that nobody holds yet; whoever gets it overwrites what it reads.
+    """
+    sequence = Sequence(0, [0], 1, SamplingParams(temperature=0.0, max_tokens=1), block_table=[0])
+    result = runner.run(SchedulerOutput((ScheduledSequence(sequence, 1),)))
+    if result.failed:
+        raise RuntimeError(f"the first step failed: {result.failed[0]}")

@@ -1,0 +1,136 @@
+"""Runs one step on the device: scheduled sequences in, sampled tokens out."""
+
+import logging
+from collections.abc import Sequence as SequenceOf
+from itertools import chain
+from typing import Protocol
+
+import torch
+
+from shoal.backend.engine import RunResult
+from shoal.backend.forward_batch import ForwardBatch
+from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.sampler import SampleError, sample
+from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
+from shoal.scheduler.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+FORWARD_FAILED = "The model failed on this sequence; the server's log has the cause."
+
+
+class Model(Protocol):
+    """A loaded model. ``forward`` writes K and V of the batch's tokens into ``kv`` and returns
+    logits: float32 [num_samples, vocab_size], rows as in ``batch.logits_indices``."""
+
+    def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor: ...
+
+
+class ModelRunner:
+    """Owns the model and the KV cache; everything on the device happens here."""
+
+    def __init__(self, model: Model, kv_cache: PagedKVCache, device: torch.device) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._device = device
+
+    @torch.inference_mode()
+    def run(self, output: SchedulerOutput) -> RunResult:
+        """Run all scheduled sequences as one batch. A sequence that breaks it fails alone."""
+        result = RunResult({}, {})
+        try:
+            self._run_batch(output.scheduled, result)
+        except Exception as error:
+            if _device_is_lost(error):
+                raise
+            self._run_one_by_one(output.scheduled, result, error)
+        return result
+
+    def _run_batch(self, scheduled: SequenceOf[ScheduledSequence], result: RunResult) -> None:
+        batch = build_forward_batch(scheduled, self._kv_cache.block_size, self._device)
+        logits = self._model.forward(batch, self._kv_cache)
+        sequences = [item.sequence for item in scheduled if item.samples]
+        if not sequences:
+            return
+        for sequence, token in zip(sequences, sample(logits, sequences), strict=True):
+            _record(result, sequence, token)
+
+    def _run_one_by_one(
+        self, scheduled: SequenceOf[ScheduledSequence], result: RunResult, error: Exception
+    ) -> None:
+        """Find the culprit. Running a sequence again only rewrites the same KV slots."""
+        logger.error("a step of %d sequences failed; trying each", len(scheduled), exc_info=error)
+        for item in scheduled:
+            seq_id = item.sequence.seq_id
+            try:
+                self._run_batch([item], result)
+            except Exception as own_error:
+                if _device_is_lost(own_error):
+                    raise
+                logger.error("sequence %d failed alone: %r", seq_id, own_error)
+                result.failed[seq_id] = FORWARD_FAILED
+
+
+def _record(result: RunResult, sequence: Sequence, token: SampledToken | SampleError) -> None:
+    if isinstance(token, SampleError):
+        logger.error("sequence %d: %s", sequence.seq_id, token.message)
+        result.failed[sequence.seq_id] = token.message
+    else:
+        result.sampled[sequence.seq_id] = token
+
+
+def _device_is_lost(error: Exception) -> bool:
+    """An accelerator's error stays until the process ends: nobody is the culprit, and the worker
+    must be replaced."""
+    return isinstance(error, torch.AcceleratorError)
+
+
+def build_forward_batch(
+    scheduled: SequenceOf[ScheduledSequence], block_size: int, device: torch.device
+) -> ForwardBatch:
+    """The flat batch of this step's tokens, sequence after sequence."""
+    ranges = [_token_range(item) for item in scheduled]
+    query_lens = [item.num_tokens for item in scheduled]
+    slot_mapping = [
+        item.sequence.block_table[position // block_size] * block_size + position % block_size
+        for item, positions in zip(scheduled, ranges, strict=True)
+        for position in positions
+    ]
+    input_ids = chain.from_iterable(
+        item.sequence.token_ids[positions.start : positions.stop]
+        for item, positions in zip(scheduled, ranges, strict=True)
+    )
+    width = max(len(item.sequence.block_table) for item in scheduled)
+    block_tables = [
+        item.sequence.block_table + [0] * (width - len(item.sequence.block_table))
+        for item in scheduled
+    ]
+
+    def to_device(values: list[int] | list[list[int]]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(device)
+
+    return ForwardBatch(
+        input_ids=to_device(list(input_ids)),
+        positions=to_device(list(chain.from_iterable(ranges))),
+        slot_mapping=to_device(slot_mapping),
+        block_tables=to_device(block_tables),
+        query_lens=query_lens,
+        context_lens=[positions.stop for positions in ranges],
+        logits_indices=to_device(_last_rows(scheduled)),
+    )
+
+
+def _token_range(item: ScheduledSequence) -> range:
+    start = item.sequence.num_computed_tokens
+    return range(start, start + item.num_tokens)
+
+
+def _last_rows(scheduled: SequenceOf[ScheduledSequence]) -> list[int]:
+    """The batch row of the last token of each sequence that samples."""
+    rows: list[int] = []
+    end = 0
+    for item in scheduled:
+        end += item.num_tokens
+        if item.samples:
+            rows.append(end - 1)
+    return rows

@@ -1,0 +1,218 @@
+"""The worker process: one engine, one thread that steps it, one socket to the dispatcher.
+
+Started by ``WorkerProcess``. It serves nobody but the process that started it and ends with it.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.messages import (
+    AbortSequence,
+    AddSequence,
+    FromWorker,
+    LoadFailed,
+    LoadProgress,
+    Shutdown,
+    StepResults,
+    ToWorker,
+    WorkerReady,
+    WorkerStatus,
+)
+from shoal.scheduler.outputs import StepOutput
+
+IDLE_MS = 50  # the longest silence of an idle worker
+MAX_LOAD_MESSAGES = 200  # of one phase of loading
+PR_SET_PDEATHSIG = 1
+
+ProgressSink = Callable[[str, int, int], None]
+
+
+class EngineLike(Protocol):
+    """What the worker asks of an Engine."""
+
+    @property
+    def has_unfinished(self) -> bool: ...
+    @property
+    def made_progress(self) -> bool: ...
+    @property
+    def status(self) -> WorkerStatus: ...
+    def add(self, message: AddSequence) -> None: ...
+    def abort(self, seq_id: int) -> None: ...
+    def step(self) -> list[StepOutput]: ...
+
+
+class ParentLink:
+    """The worker's end of the socket."""
+
+    def __init__(self, path: str) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        # The parent never blocks on us, so blocking on a slow parent cannot deadlock.
+        self._socket.rcvhwm = 0
+        self._socket.linger = 1000
+        self._socket.connect(f"ipc://{path}")
+
+    def send(self, message: FromWorker) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self, timeout_ms: int) -> list[ToWorker]:
+        """Everything that has arrived, waiting at most ``timeout_ms`` for the first message."""
+        if not self._socket.poll(timeout_ms):
+            return []
+        messages: list[ToWorker] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class Worker:
+    """The loop around ``Engine.step``. It owns the engine."""
+
+    def __init__(self, engine: EngineLike, link: ParentLink) -> None:
+        self._engine = engine
+        self._link = link
+        self._leaving = False
+
+    def run(self) -> None:
+        """Step while there is work, wait for messages while there is none, until told to leave."""
+        wait_ms = IDLE_MS
+        while True:
+            for message in self._link.receive(wait_ms):
+                self._apply(message)
+            if self._leaving:
+                return
+            wait_ms = self._turn()
+
+    def _turn(self) -> int:
+        """One step, or a sign of life; returns how long to wait for messages after it."""
+        if not self._engine.has_unfinished:
+            self._link.send(self._engine.status)
+            return IDLE_MS
+        outputs = self._engine.step()
+        self._link.send(StepResults(outputs, self._engine.status))
+        # A step that could schedule nothing changes nothing until a message comes: do not spin.
+        return 0 if self._engine.made_progress else IDLE_MS
+
+    def _apply(self, message: ToWorker) -> None:
+        match message:
+            case AddSequence():
+                self._engine.add(message)
+            case AbortSequence():
+                self._engine.abort(message.seq_id)
+            case Shutdown():
+                self._leaving = True
+
+
+class LoadReporter:
+    """Passes loading progress on, thinned out so that it never floods the socket."""
+
+    def __init__(self, link: ParentLink) -> None:
+        self._link = link
+        self._phase = ""
+        self._last_done = 0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        stride = total // MAX_LOAD_MESSAGES
+        if phase == self._phase and done < total and done < self._last_done + stride:
+            return
+        self._phase, self._last_done = phase, done
+        self._link.send(LoadProgress(phase, done, total))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End this process when its parent ends, in whatever way.
+
+    The kernel does it on Linux; end of file on stdin does it elsewhere and when only the parent's
+    side of the pipe is gone. The id check closes the gap before the kernel was told.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    threading.Thread(target=_leave_at_eof, name="parent-watch", daemon=True).start()
+
+
+def _leave_at_eof() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def _ignore_signals() -> None:
+    """Ctrl-C and a service manager's SIGTERM reach the whole group; the parent drains first and
+    then tells the worker to leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Internal: started by the Shoal backend.")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--parent-pid", type=int, required=True)
+    return parser.parse_args(argv)
+
+
+def _load(link: ParentLink, config: EngineConfig) -> tuple[EngineLike, WorkerReady] | None:
+    """Build the engine; on failure tell the parent why and return None."""
+    try:
+        # torch takes a second to import: only now, when the parent's death is already watched.
+        link.send(LoadProgress("starting"))
+        from shoal.backend.engine_builder import build_engine
+
+        return build_engine(config, LoadReporter(link))
+    except ConfigError as error:
+        link.send(LoadFailed(str(error)))
+    except Exception as error:
+        traceback.print_exc()
+        reason = str(error).strip().split("\n")[0][:200]
+        link.send(LoadFailed(f"The worker cannot start: {type(error).__name__}: {reason}"))
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Load, say so, serve. Exit code 1: loading failed, and the parent was told why."""
+    args = _parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s worker[%(process)d] %(levelname)s %(message)s"
+    )
+    _ignore_signals()
+    die_with_parent(args.parent_pid)
+    link = ParentLink(args.socket)
+    try:
+        loaded = _load(link, msgspec.json.decode(args.config, type=EngineConfig))
+        if loaded is None:
+            return 1
+        engine, ready = loaded
+        link.send(ready)
+        Worker(engine, link).run()
+    finally:
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    logging.shutdown()
+    # All is sent: taking a loaded model apart in good order would only cost seconds.
+    os._exit(exit_code)

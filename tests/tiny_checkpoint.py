@@ -1,0 +1,38 @@
+"""A checkpoint folder with a tiny Llama of random weights, for tests that need a real model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from shoal.backend.models.llama import LlamaForCausalLM
+from shoal.backend.models.model_config import ModelConfig
+
+TINY_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_tiny_checkpoint(folder: Path, **overrides: Any) -> Path:
+    """Write config.json and model.safetensors; the same weights every time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = TINY_CONFIG | overrides
+    (folder / "config.json").write_text(json.dumps(values))
+    generator = torch.Generator().manual_seed(0)
+    shapes = LlamaForCausalLM.weight_shapes(ModelConfig.from_hf(values))
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,319 @@
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_checkpoint import write_tiny_checkpoint
+
+from shoal.backend.engine_config import EngineConfig
+from shoal.backend.messages import (
+    AbortSequence,
+    AddSequence,
+    LoadFailed,
+    LoadProgress,
+    Shutdown,
+    StepResults,
+    WorkerReady,
+    WorkerStatus,
+)
+from shoal.backend.worker import IDLE_MS, LoadReporter, Worker
+from shoal.backend.worker_process import WorkerProcess
+from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.sequence import FinishReason
+
+TESTS = Path(__file__).parents[1]
+PATIENCE_S = 60
+FAKE = {"module": "fake_worker", "env": {"PYTHONPATH": str(TESTS)}}
+
+
+def add(seq_id, max_tokens, prompt=(5, 6, 7), **sampling):
+    params = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True, **sampling)
+    return AddSequence(seq_id, list(prompt), len(prompt), params)
+
+
+def receive_until(worker, wanted):
+    """All messages up to the first for which ``wanted`` holds, that one included."""
+    seen = []
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for message in worker.receive(timeout_ms=1000):
+            seen.append(message)
+            if wanted(message):
+                return seen
+        assert worker.is_alive() or seen, worker.describe_exit()
+    raise AssertionError(f"not received; the last was {seen[-1:]}")
+
+
+def is_a(kind):
+    return lambda message: isinstance(message, kind)
+
+
+def outputs_of(messages):
+    results = [message for message in messages if isinstance(message, StepResults)]
+    return [output for result in results for output in result.outputs]
+
+
+def run(worker, *messages):
+    """Send sequences and receive until all have finished; outputs by seq_id."""
+    waiting = {message.seq_id for message in messages}
+    for message in messages:
+        assert worker.send(message)
+
+    def all_done(message):
+        waiting.difference_update(o.seq_id for o in outputs_of([message]) if o.finish_reason)
+        return not waiting
+
+    outputs = {}
+    for output in outputs_of(receive_until(worker, all_done)):
+        outputs.setdefault(output.seq_id, []).append(output)
+    return outputs
+
+
+def wait_until_gone(pid):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the worker outlived its parent")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def config_for(checkpoint, **settings):
+    defaults = {"weights": str(checkpoint), "device": "cpu", "num_threads": 1, "kv_cache_mib": 4}
+    return EngineConfig(**{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def real_worker(checkpoint, tmp_path_factory):
+    worker = WorkerProcess(config_for(checkpoint), tmp_path_factory.mktemp("run"))
+    worker.start()
+    worker.start_messages = receive_until(worker, is_a(WorkerReady))
+    yield worker
+    worker.close()
+    assert worker.exit_code == 0
+
+
+def test_a_real_worker_reports_its_loading_and_its_limits(real_worker):
+    *progress, ready = real_worker.start_messages
+    assert {"starting", "weights"} <= {message.phase for message in progress}
+    weights = [message for message in progress if message.phase == "weights"]
+    assert weights[-1].done == weights[-1].total > 0
+    assert ready.vocab_size == 128
+    assert ready.eos_token_ids == [2]
+    assert ready.max_model_len == 256  # the model's own
+    assert ready.num_blocks == 4 * 2**20 // (2 * 2 * 16 * 2 * 8 * 4)
+
+
+def test_a_real_worker_gives_the_same_text_alone_and_together(real_worker):
+    prompts = [(5, 6, 7), tuple(range(3, 60)), (9,), (100, 90, 80, 70)]
+    messages = [add(10 + i, 12, prompt=prompt) for i, prompt in enumerate(prompts)]
+    together = run(real_worker, *messages)
+    for message in messages:
+        outputs = together[message.seq_id]
+        assert len(outputs) == 12
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert run(real_worker, message)[message.seq_id] == outputs
+
+
+def test_replay_with_some_outputs_continues_the_same_text(real_worker):
+    message = add(20, 16, temperature=1.0)
+    tokens = [o.token.token_id for o in run(real_worker, message)[20]]
+    half = AddSequence(20, [*message.token_ids, *tokens[:7]], 3, message.sampling)
+    replayed = run(real_worker, half)[20]
+    assert [o.token.token_id for o in replayed] == tokens[7:]
+    assert [o.output_index for o in replayed] == list(range(7, 16))
+
+
+def test_abort_mid_way_frees_the_blocks(real_worker):
+    assert real_worker.send(add(30, 200))
+    receive_until(real_worker, lambda message: bool(outputs_of([message])))
+    real_worker.send(AbortSequence(30))
+    (*_, idle) = receive_until(
+        real_worker, lambda message: isinstance(message, WorkerStatus) and not message.num_running
+    )
+    assert idle.free_blocks == real_worker.start_messages[-1].num_blocks
+    assert idle.num_waiting == 0
+
+
+def test_a_sequence_that_cannot_run_is_answered_and_the_next_one_runs(real_worker):
+    outputs = run(real_worker, add(40, 5, prompt=[5000]), add(41, 5))
+    assert outputs[40][0].finish_reason is FinishReason.ERROR
+    assert len(outputs[41]) == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": "no-such-model"}, "no-such-model"),
+        ({"max_model_len": 10_000}, "at most 256"),
+        ({"step_log": "/proc/no/steps.jsonl"}, "step_log"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why(checkpoint, tmp_path, settings, message):
+    worker = WorkerProcess(config_for(checkpoint, **settings), tmp_path)
+    worker.start()
+    *_, failed = receive_until(worker, is_a(LoadFailed))
+    assert select.select([worker.exit_fd], [], [], PATIENCE_S)[0]
+    worker.close()
+    assert message in failed.message
+    assert worker.exit_code == 1
+
+
+@pytest.fixture
+def fake_worker(tmp_path):
+    worker = WorkerProcess(EngineConfig(weights="fake"), tmp_path, **FAKE)
+    worker.start()
+    receive_until(worker, is_a(WorkerReady))
+    yield worker
+    worker.close()
+
+
+def test_an_idle_worker_shows_that_it_lives(fake_worker):
+    statuses = [receive_until(fake_worker, is_a(WorkerStatus)) for _ in range(3)]
+    assert len(statuses) == 3
+
+
+def test_nobody_else_can_reach_the_socket(fake_worker, tmp_path):
+    (folder,) = tmp_path.iterdir()
+    (socket,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(socket.stat().st_mode) == 0o600
+    fake_worker.close()
+    assert fake_worker.exit_code == 0
+    assert not folder.exists()
+
+
+def test_generations_have_different_sockets(fake_worker, tmp_path):
+    other = WorkerProcess(EngineConfig(weights="fake"), tmp_path, **FAKE)
+    other.start()
+    assert len(list(tmp_path.iterdir())) == 2
+    other.close()
+
+
+def test_a_deep_run_dir_still_gets_a_socket(tmp_path):
+    worker = WorkerProcess(EngineConfig(weights="fake"), tmp_path / ("deep" * 30), **FAKE)
+    worker.start()
+    receive_until(worker, is_a(WorkerReady))
+    worker.close()
+
+
+def test_signals_meant_for_the_whole_group_do_not_end_it(fake_worker):
+    os.kill(fake_worker.pid, signal.SIGINT)
+    os.kill(fake_worker.pid, signal.SIGTERM)
+    assert [o.token.token_id for o in run(fake_worker, add(1, 3))[1]] == [8, 9, 10]
+
+
+def test_a_killed_worker_is_noticed(fake_worker):
+    os.kill(fake_worker.pid, signal.SIGKILL)
+    readable, _, _ = select.select([fake_worker.exit_fd], [], [], PATIENCE_S)
+    assert readable == [fake_worker.exit_fd]
+    fake_worker.kill()  # reaps
+    assert not fake_worker.is_alive()
+    assert "SIGKILL" in fake_worker.describe_exit()
+    deadline = time.monotonic() + PATIENCE_S
+    while fake_worker.send(AbortSequence(1)):  # ZeroMQ notices a moment later
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert all(isinstance(message, WorkerStatus) for message in fake_worker.receive())
+
+
+def test_what_a_worker_sent_before_it_died_is_received(fake_worker):
+    fake_worker.send(add(1, 3))
+    assert fake_worker.socket.poll(PATIENCE_S * 1000)
+    fake_worker.kill()
+    assert fake_worker.receive()
+
+
+def test_a_hung_worker_is_ended_by_close(fake_worker):
+    os.kill(fake_worker.pid, signal.SIGSTOP)
+    fake_worker.close(timeout_s=0.1)
+    assert fake_worker.exit_code == -signal.SIGKILL
+    fake_worker.close()  # again: nothing to do
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from shoal.backend.engine_config import EngineConfig
+from shoal.backend.messages import WorkerReady
+from shoal.backend.worker_process import WorkerProcess
+
+worker = WorkerProcess(
+    EngineConfig(weights="fake"), Path(sys.argv[1]), "fake_worker", {"PYTHONPATH": sys.argv[2]}
+)
+worker.start()
+while not any(isinstance(m, WorkerReady) for m in worker.receive(1000)):
+    pass
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_ends_with_its_parent(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path), str(TESTS)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+        parent.kill()
+        parent.wait()
+        wait_until_gone(pid)
+
+
+class FakeLink:
+    """Hands out scripted message lists; leaves when they are used up."""
+
+    def __init__(self, script):
+        self.script = script
+        self.waits = []
+        self.sent = []
+
+    def receive(self, timeout_ms):
+        self.waits.append(timeout_ms)
+        return self.script.pop(0) if self.script else [Shutdown()]
+
+    def send(self, message):
+        self.sent.append(message)
+
+
+class StalledEngine:
+    """Has work but cannot schedule any of it."""
+
+    has_unfinished = True
+    made_progress = False
+    status = WorkerStatus(0, 0, 0, 1, 0)
+
+    def step(self):
+        return []
+
+
+def test_a_worker_that_can_do_nothing_does_not_spin():
+    link = FakeLink([[], [], []])
+    Worker(StalledEngine(), link).run()
+    assert link.waits == [IDLE_MS] * 4
+    assert len(link.sent) == 3
+
+
+def test_loading_progress_is_thinned_out_but_keeps_its_ends():
+    link = FakeLink([])
+    report = LoadReporter(link)
+    for done in range(10_001):
+        report("weights", done, 10_000)
+    report("kv cache", 0, 0)
+    assert link.sent[0] == LoadProgress("weights", 0, 10_000)
+    assert link.sent[-2:] == [LoadProgress("weights", 10_000, 10_000), LoadProgress("kv cache")]
+    assert 100 < len(link.sent) < 250
