@@ -126,7 +126,7 @@ def test_stream_with_the_official_client(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 3
 
 
-def test_async_official_client_and_completions(client: openai.OpenAI) -> None:
+def test_official_client_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="a b c", max_tokens=2)
     assert answer.choices[0].text == "w0 w1 "
     assert answer.usage is not None

@@ -1,0 +1,60 @@
+"""transformers' own greedy answers for the real model: what ours must equal."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "Water boils at a temperature of",
+    "The three laws of motion are",
+    "Question: What is 12 times 12?\nAnswer:",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "La capitale de l'Italie est",
+    "SELECT name, age FROM users WHERE",
+    "The mitochondria is",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "In 1969, the first human",
+    "A recipe for pancakes:\n\n1.",
+    "To be, or not to be:",
+    "import numpy as np\n\nx = np.",
+    "The difference between a virus and a bacterium is",
+    "Roses are red, violets are",
+    "<html>\n<head>\n<title>",
+    "My favourite thing about the winter is",
+    "Breaking news: scientists have discovered",
+)
+
+
+class GreedyReference:
+    """transformers' SmolLM2 in fp32, one sequence at a time, with its own KV cache."""
+
+    def __init__(self, gguf: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        ).eval()
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
+        output = self._model(torch.tensor([prompt]), use_cache=True)
+        tokens = [int(output.logits[0, -1].argmax())]
+        while len(tokens) < num_tokens:
+            output = self._model(
+                torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True
+            )
+            tokens.append(int(output.logits[0, -1].argmax()))
+        return tokens
+
+
+@cache
+def prompt_ids(gguf: Path) -> tuple[list[int], ...]:
+    """Token ids of PROMPTS by the tokenizer that the server uses."""
+    from shoal.backend.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_checkpoint(gguf)
+    return tuple(tokenizer.encode(text, allow_special=True) for text in PROMPTS)
