@@ -94,8 +94,6 @@ def wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
         try:
             url = f"http://127.0.0.1:{port}/health/ready"
             with urllib.request.urlopen(url, timeout=5) as reply:
-                f"http://127.0.0.1:{port}/health/ready", timeout=5
-            ) as reply:
                 if reply.status == 200:
                     return
         except (urllib.error.URLError, OSError):

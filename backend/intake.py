@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from shoal.backend.strict_json import non_finite_field
 from shoal.backend.text.chat_template import ChatTemplate, parse_messages
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.scheduler.errors import RequestError
@@ -287,13 +288,19 @@ def _decode_json(name: str, value: str | bytes | None, max_bytes: int) -> Any:
     try:
         data = orjson.loads(value)
     except (orjson.JSONDecodeError, UnicodeError):
-        raise RequestError(
-            f"{name} must be valid JSON (NaN and Infinity are not).",
-            param=name,
-            code="invalid_json",
-        ) from None
+        raise _not_json(name, value) from None
     _check_depth(name, data)
     return data
+
+
+def _not_json(name: str, value: str | bytes) -> RequestError:
+    culprit = non_finite_field(value)
+    if culprit is not None:
+        return RequestError(
+            f"{culprit[:64]} must be a finite number; NaN and Infinity are not JSON.",
+            param=culprit[:64],
+        )
+    return RequestError(f"{name} must be valid JSON.", param=name, code="invalid_json")
 
 
 def _check_depth(name: str, data: Any) -> None:

@@ -77,12 +77,13 @@ async def results(
 
     async with InferenceServerClient(url) as client:
         stream = client.stream_infer(requests())
-        async for result, error in stream:
-            if error is not None:
-                raise error
-            yield result
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                return
+        try:
+            async for result, error in stream:
+                if error is not None:
+                    raise error
+                yield result
+        finally:
+            stream.cancel()
 
 
 async def generate(

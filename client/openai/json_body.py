@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
+from shoal.backend.strict_json import non_finite_field
 from shoal.client.errors import ShoalError
 
 LARGE_BODY_BYTES = 256 * 1024  # beyond, decoding would hold up the event loop
@@ -66,6 +67,14 @@ def decode_json(body: bytes, max_depth: int) -> Any:
     try:
         values = orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        culprit = non_finite_field(body)
+        if culprit is not None:
+            raise ShoalError(
+                f"{culprit[:64]} must be a finite number; NaN and Infinity are not JSON.",
+                400,
+                "invalid_value",
+                culprit[:64],
+            ) from None
         where = f" at line {error.lineno}, column {error.colno}" if body else ""
         raise ShoalError(f"The body is not valid JSON{where}.", 400, "invalid_json") from None
     if is_deeper_than(values, max_depth):

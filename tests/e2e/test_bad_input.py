@@ -74,6 +74,7 @@ def test_json_numbers_that_are_none(served: Served, number: str) -> None:
             timeout=10,
         )
         assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == field
 
 
 def test_bad_bodies(served: Served) -> None:

@@ -111,18 +111,18 @@ async def test_not_streamed_equals_streamed_over_grpc(served: Served) -> None:
 
 
 def test_sdk(served: Served) -> None:
-    with Client(served.grpc_url) as client:
-        answer = client.generate(MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+    with Client(served.grpc_url, model=MODEL) as client:
+        answer = client.generate(QUESTION, temperature=0, max_tokens=32)
         assert "Paris" in answer.text
-        with client.stream(MODEL, messages=QUESTION, temperature=0, max_tokens=32) as stream:
+        with client.stream(QUESTION, temperature=0, max_tokens=32) as stream:
             assert "".join(delta.text for delta in stream) == answer.text
 
 
 async def test_async_sdk(served: Served) -> None:
-    async with AsyncClient(served.grpc_url) as client:
-        answer = await client.generate(MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+    async with AsyncClient(served.grpc_url, model=MODEL) as client:
+        answer = await client.generate(QUESTION, temperature=0, max_tokens=32)
         assert "Paris" in answer.text
-        async with client.stream(MODEL, messages=QUESTION, temperature=0, max_tokens=32) as stream:
+        async with client.stream(QUESTION, temperature=0, max_tokens=32) as stream:
             assert "".join([delta.text async for delta in stream]) == answer.text
 
 

@@ -1,0 +1,100 @@
+"""From a path to a model that can run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.backend.engine_config import ConfigError
+from shoal.backend.models.llama import LlamaForCausalLM
+from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.weights.gguf import GgufCheckpoint
+from shoal.backend.weights.safetensors import SafetensorsCheckpoint
+from shoal.backend.weights.tensor_source import TensorSource
+
+# Called with a phase, and bytes done and in all.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: LlamaForCausalLM
+    config: ModelConfig
+
+
+def load_model(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a GGUF file or a checkpoint folder, with weights in ``dtype`` on ``device``.
+
+    Raises ConfigError, naming the file and the tensor, when the checkpoint does not fit its config.
+    """
+    source = open_checkpoint(path)
+    config = source.config
+    shapes = LlamaForCausalLM.weight_shapes(config)
+    _check_tensors(source, shapes, config)
+    tensors = _load_tensors(source, list(shapes), dtype, device, progress or _ignore)
+    return LoadedModel(LlamaForCausalLM(config, tensors), config)
+
+
+def open_checkpoint(path: Path) -> GgufCheckpoint | SafetensorsCheckpoint:
+    """Open by what is there: a GGUF file, a folder with config.json, or one with one GGUF file."""
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return SafetensorsCheckpoint(path)
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return GgufCheckpoint(ggufs[0])
+        raise ConfigError(f"{path.name} holds neither config.json nor exactly one .gguf file.")
+    if path.suffix == ".safetensors":
+        raise ConfigError(f"{path.name}: give the folder that holds it and its config.json.")
+    return GgufCheckpoint(path)
+
+
+def _check_tensors(
+    source: TensorSource, shapes: dict[str, tuple[int, ...]], config: ModelConfig
+) -> None:
+    names = source.names()
+    for name, shape in shapes.items():
+        if name not in names:
+            raise ConfigError(f"{source.where(name)} is missing.")
+        if source.shape(name) != shape:
+            raise ConfigError(
+                f"{source.where(name)} has shape {list(source.shape(name))}, "
+                f"but the config asks for {list(shape)}."
+            )
+    for name in sorted(names - shapes.keys()):
+        if not _is_redundant(name, config):
+            raise ConfigError(f"{source.where(name)} belongs to no part of this model.")
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints repeat although the config determines them."""
+    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+    return tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+def _load_tensors(
+    source: TensorSource,
+    names: list[str],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress,
+) -> dict[str, torch.Tensor]:
+    total = sum(source.num_bytes(name) for name in names)
+    done = 0
+    tensors = {}
+    progress("weights", done, total)
+    for name in names:
+        tensors[name] = source.load(name, dtype).to(device)
+        done += source.num_bytes(name)
+        progress("weights", done, total)
+    return tensors
+
+
+def _ignore(phase: str, done: int, total: int) -> None:
+    """No one is watching."""

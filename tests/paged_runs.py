@@ -1,0 +1,63 @@
+"""Running a model by hand over a paged cache, without scheduler or sampler."""
+
+import dataclasses
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.model_runner import build_forward_batch
+from shoal.backend.models.llama import LlamaForCausalLM
+from shoal.scheduler.outputs import ScheduledSequence
+from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.sequence import Sequence
+
+BLOCK_SIZE = 4
+
+
+def make_cache(
+    model: LlamaForCausalLM, num_blocks: int = 64, fill: float = float("nan")
+) -> PagedKVCache:
+    """A cache full of NaN, so that a read of any slot that was not written shows in the result."""
+    config = model.config
+    kv = PagedKVCache(
+        config.num_layers,
+        num_blocks,
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        model.dtype,
+    )
+    for layer_idx in range(kv.num_layers):
+        kv.keys(layer_idx).fill_(fill)
+        kv.values(layer_idx).fill_(fill)
+    return kv
+
+
+def make_paged_sequence(token_ids: SequenceOf[int], block_table: SequenceOf[int]) -> Sequence:
+    """A sequence of which nothing is computed, with its blocks."""
+    sampling = SamplingParams(temperature=0.0)
+    return Sequence(
+        block_table[0], list(token_ids), len(token_ids), sampling, block_table=list(block_table)
+    )
+
+
+def run_step(
+    model: LlamaForCausalLM,
+    kv: PagedKVCache,
+    *scheduled: tuple[Sequence, int],
+    all_rows: bool = False,
+) -> torch.Tensor:
+    """Logits of one step that runs so many tokens of each sequence; mutates the sequences.
+
+    One row a sequence that reaches its last token, or a row a token with ``all_rows``.
+    """
+    items = [ScheduledSequence(sequence, num_tokens) for sequence, num_tokens in scheduled]
+    batch = build_forward_batch(items, kv.block_size, model.device)
+    if all_rows:
+        rows = torch.arange(len(batch.input_ids))
+        batch = dataclasses.replace(batch, logits_indices=rows)
+    logits = model.forward(batch, kv)
+    for sequence, num_tokens in scheduled:
+        sequence.num_computed_tokens += num_tokens
+    return logits
