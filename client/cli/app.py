@@ -1,0 +1,239 @@
+"""The ``shoal`` command. Each subcommand imports what it needs itself, so that all start fast."""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.backend.engine_config import ConfigError
+
+app = typer.Typer(
+    help="Shoal serves large language models from NVIDIA Triton Inference Server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[Path | None, typer.Option("--config", help="YAML file of these settings.")]
+Host = Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")]
+OpenaiPort = Annotated[int | None, typer.Option(help="Port of the OpenAI API. [9000]")]
+HttpPort = Annotated[int | None, typer.Option(help="Port of Triton's HTTP API. [8000]")]
+GrpcPort = Annotated[int | None, typer.Option(help="Port of Triton's gRPC API. [8001]")]
+MetricsPort = Annotated[int | None, typer.Option(help="Port of Triton's metrics. [8002]")]
+Repository = Annotated[
+    Path | None, typer.Option(help="Model repository. [the one that comes with Shoal]")
+]
+CacheDir = Annotated[
+    Path | None, typer.Option(help="Where runtime and models are kept. [~/.cache/shoal]")
+]
+RunDirOption = Annotated[Path | None, typer.Option(help="Logs and sockets of this server.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def serve(
+    config: Config = None,
+    host: Host = None,
+    openai_port: OpenaiPort = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    metrics_port: MetricsPort = None,
+    model_repository: Repository = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model to serve; may be given several times.")
+    ] = None,
+    cache_dir: CacheDir = None,
+    run_dir: RunDirOption = None,
+    drain_timeout_s: Annotated[
+        int | None, typer.Option(help="Seconds that open requests get on shutdown. [30]")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error. [info]")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json. [text]")] = None,
+    shim_workers: Annotated[
+        int | None, typer.Option(help="Shim processes; only 1 yet. [1]")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show each setting and its origin, and end.")
+    ] = False,
+) -> None:
+    """Serve models: starts tritonserver and the OpenAI API and keeps them running.
+
+    Each setting comes from its flag, else SHOAL_<NAME> in the environment, else --config, else
+    the default.
+    """
+    flags = {
+        "host": host,
+        "openai_port": openai_port,
+        "http_port": http_port,
+        "grpc_port": grpc_port,
+        "metrics_port": metrics_port,
+        "model_repository": model_repository,
+        "model": model,
+        "cache_dir": cache_dir,
+        "run_dir": run_dir,
+        "drain_timeout_s": drain_timeout_s,
+        "log_level": log_level,
+        "log_format": log_format,
+        "shim_workers": shim_workers,
+    }
+    from shoal.client.cli.settings import load_settings
+
+    layered = load_settings(flags, config)
+    if print_config:
+        for row in layered.rows():
+            value = ", ".join(row.value) if isinstance(row.value, list) else row.value
+            typer.echo(f"{row.name:<18} {'-' if value is None else value!s:<40} {row.origin}")
+        return
+    from shoal.client.cli.serve import serve as serve_models
+
+    raise typer.Exit(serve_models(layered.settings))
+
+
+@app.command()
+def run(
+    model: Annotated[str | None, typer.Argument(help="Model to chat with.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Answer this alone instead of chatting.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    config: Config = None,
+    openai_port: OpenaiPort = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    metrics_port: MetricsPort = None,
+    model_repository: Repository = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Chat in the terminal. Starts a server when none is running, and stops it at the end."""
+    from shoal.client.cli.chat import run_chat
+    from shoal.client.cli.serve import prepare_all
+    from shoal.client.cli.settings import load_settings
+
+    flags: dict[str, Any] = {
+        "openai_port": openai_port,
+        "http_port": http_port,
+        "grpc_port": grpc_port,
+        "metrics_port": metrics_port,
+        "model_repository": model_repository,
+        "model": [model] if model else None,
+        "cache_dir": cache_dir,
+    }
+    settings = load_settings(flags, config).settings
+    serve_flags = _as_flags({**flags, "model": None, "config": config})
+    serve_flags += [f"--model={name}" for name in settings.model]
+    raise typer.Exit(
+        run_chat(
+            settings,
+            settings.model[0],
+            prompt,
+            max_tokens,
+            serve_flags,
+            prepare=lambda: prepare_all(settings),
+        )
+    )
+
+
+@app.command()
+def pull(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Models to fetch. [the default one]")
+    ] = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Fetch the Triton runtime and models into the cache. What is there already is kept."""
+    from shoal.backend.weights.catalogue import DEFAULT_MODEL
+    from shoal.client.cli.fetch import fetch_model
+    from shoal.client.cli.progress import Reporter
+    from shoal.client.cli.runtime import prepare_runtime
+    from shoal.client.cli.settings import load_settings
+
+    root = load_settings({"cache_dir": cache_dir}).settings.cache_dir
+    reporter = Reporter()
+    for name in names or [DEFAULT_MODEL]:
+        typer.echo(f"{name}: {fetch_model(name, root, reporter)}")
+    runtime = prepare_runtime(root, reporter)
+    typer.echo(f"tritonserver ({runtime.source}): {runtime.server}")
+
+
+@app.command()
+def models(
+    config: Config = None,
+    model_repository: Repository = None,
+    openai_port: OpenaiPort = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """List models: name, size, whether they are here, whether they are being served."""
+    from shoal.client.cli.models_cmd import list_models, rows_as_json, rows_as_text
+    from shoal.client.cli.settings import load_settings
+
+    flags = {
+        "model_repository": model_repository,
+        "openai_port": openai_port,
+        "cache_dir": cache_dir,
+    }
+    rows = list_models(load_settings(flags, config).settings)
+    typer.echo(rows_as_json(rows) if as_json else rows_as_text(rows))
+
+
+@app.command()
+def doctor(
+    config: Config = None,
+    host: Host = None,
+    openai_port: OpenaiPort = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    metrics_port: MetricsPort = None,
+    model_repository: Repository = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check what serving needs; each problem is shown with its fix. Exit status 1 on a problem."""
+    from shoal.client.cli.doctor import examine, findings_as_json, findings_as_text, has_problem
+    from shoal.client.cli.settings import load_settings
+
+    flags = {
+        "host": host,
+        "openai_port": openai_port,
+        "http_port": http_port,
+        "grpc_port": grpc_port,
+        "metrics_port": metrics_port,
+        "model_repository": model_repository,
+        "cache_dir": cache_dir,
+    }
+    findings = examine(load_settings(flags, config).settings)
+    typer.echo(findings_as_json(findings) if as_json else findings_as_text(findings))
+    if has_problem(findings):
+        raise typer.Exit(1)
+
+
+@app.command("version")
+def version_command() -> None:
+    """Print the version."""
+    try:
+        typer.echo(version("shoal-llm"))
+    except PackageNotFoundError:
+        typer.echo("unknown (not installed)")
+
+
+def _as_flags(flags: dict[str, Any]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None
+    ]
+
+
+def main() -> None:
+    """Entry point: an operator's mistake is one message, not a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

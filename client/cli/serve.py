@@ -1,0 +1,206 @@
+"""``shoal serve``: checks and fetches what is needed, then hands over to the supervisor."""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.weights.catalogue import CATALOGUE
+from shoal.client.cli.console import Console, ConsoleHandler
+from shoal.client.cli.fetch import fetch_model
+from shoal.client.cli.managed_process import ProcessSpec
+from shoal.client.cli.ports import check_ports
+from shoal.client.cli.progress import Reporter
+from shoal.client.cli.run_dir import RunDir
+from shoal.client.cli.runtime import (
+    TritonPorts,
+    TritonRuntime,
+    build_backend_directory,
+    kill_stubs,
+    packaged_model_repository,
+    prepare_runtime,
+    remove_shared_memory,
+    server_command,
+    server_environment,
+)
+from shoal.client.cli.settings import ServeSettings
+
+
+def serve(settings: ServeSettings) -> int:
+    """Serve until told to stop; returns the exit status. Raises ConfigError before the start."""
+    # Refuse what is wrong before anything is fetched, and fetch before anything is started.
+    check_ports(settings.port_uses)
+    run_dir = RunDir(settings.resolved_run_dir)
+    run_dir.claim()
+    try:
+        runtime = prepare_all(settings)
+        return asyncio.run(_supervise(settings, runtime, run_dir))
+    finally:
+        run_dir.release()
+
+
+def prepare_all(settings: ServeSettings) -> TritonRuntime:
+    """Check the models' settings, then fetch what is missing of the runtime and the weights."""
+    configs = engine_configs(settings)
+    reporter = Reporter()
+    runtime = prepare_runtime(settings.cache_dir, reporter)
+    for config in configs:
+        if config.weights in CATALOGUE:
+            fetch_model(config.weights, settings.cache_dir, reporter)
+    return runtime
+
+
+def model_repository(settings: ServeSettings) -> Path:
+    """The repository to serve from."""
+    return settings.model_repository or packaged_model_repository()
+
+
+def engine_configs(settings: ServeSettings) -> list[EngineConfig]:
+    """The engine settings of every model to serve. Raises ConfigError naming the file."""
+    return [read_engine_config(model_repository(settings), name) for name in settings.model]
+
+
+def read_engine_config(repository: Path, name: str) -> EngineConfig:
+    """The settings of a model's highest version, the one that tritonserver loads by default."""
+    folder = repository / name
+    if not (folder / "config.pbtxt").is_file():
+        known = ", ".join(repository_models(repository)) or "none"
+        raise ConfigError(
+            f"The model repository {repository} has no model {name!r} "
+            f"(a folder with a config.pbtxt). It has: {known}. Set --model or --model-repository."
+        )
+    versions = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+    if not versions:
+        raise ConfigError(f"{folder} has no version folder such as 1/ with a model.yaml.")
+    path = folder / str(max(versions)) / "model.yaml"
+    try:
+        config = EngineConfig.from_file(path)
+        _check_absolute("weights", None if config.weights in CATALOGUE else config.weights)
+        _check_absolute("step_log", config.step_log)
+    except ConfigError as error:
+        raise ConfigError(f"{path.parent}: {error}") from error
+    return config
+
+
+def _check_absolute(name: str, value: str | None) -> None:
+    """The backend does not run in the folder that ``shoal serve`` was called in."""
+    if value is not None and not Path(value).expanduser().is_absolute():
+        known = f"; or a name in the catalogue: {', '.join(CATALOGUE)}" if name == "weights" else ""
+        raise ConfigError(f"{name} must be an absolute path, not {value[:80]!r}{known}.")
+
+
+def repository_models(repository: Path) -> list[str]:
+    """Names of the models in a repository."""
+    return sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+
+
+async def _supervise(settings: ServeSettings, runtime: TritonRuntime, run_dir: RunDir) -> int:
+    # tritonclient takes half a second to import: only now.
+    from shoal.client.cli.supervisor import ServePlan, Supervisor
+    from shoal.client.cli.triton_control import TritonControl
+    from shoal.client.heartbeat_monitor import HeartbeatMonitor
+
+    shm_prefix = f"shoal_{os.getuid()}_{settings.grpc_port}_"
+    # The gRPC port was free, so whoever left regions of that name is gone.
+    remove_shared_memory(shm_prefix)
+    console = Console(settings.log_level, settings.log_format)
+    logging.getLogger("shoal").addHandler(ConsoleHandler(console))
+    plan = ServePlan(
+        server=_server_spec(settings, runtime, run_dir, shm_prefix),
+        shim=_shim_spec(settings, run_dir),
+        models=settings.model,
+        drain_timeout_s=settings.drain_timeout_s,
+        control=lambda: TritonControl(settings.grpc_url),
+        monitor=lambda name: HeartbeatMonitor(settings.grpc_url, name),
+        shim_is_ready=lambda: http_ok(f"{settings.openai_url}/health/ready"),
+        on_ready=lambda: print(ready_text(settings, run_dir.logs), flush=True),
+        after_server=lambda: remove_shared_memory(shm_prefix),
+        kill_stub=lambda pid, name: kill_stubs(pid, model_repository(settings) / name),
+    )
+    console.event(
+        f"Starting tritonserver ({runtime.source}) and the OpenAI API; logs in {run_dir.logs}"
+    )
+    return await Supervisor(plan, console).run()
+
+
+def _server_spec(
+    settings: ServeSettings, runtime: TritonRuntime, run_dir: RunDir, shm_prefix: str
+) -> ProcessSpec:
+    backends = build_backend_directory(runtime, run_dir.backends, settings.cache_dir)
+    command = server_command(
+        runtime,
+        model_repository=model_repository(settings),
+        backend_directory=backends,
+        ports=TritonPorts(
+            host=settings.host,
+            http=settings.http_port,
+            grpc=settings.grpc_port,
+            metrics=settings.metrics_port,
+        ),
+        exit_timeout_s=max(1, settings.drain_timeout_s),
+        shm_prefix=shm_prefix,
+    )
+    environment = server_environment(runtime, run_dir.path, settings.cache_dir)
+    environment["SHOAL_LOG_LEVEL"] = settings.log_level
+    # The stub looks for its model.py in the current folder first: start it in an empty one.
+    log = run_dir.logs / "tritonserver.log"
+    return ProcessSpec("tritonserver", command, environment, log, folder=run_dir.empty)
+
+
+def _shim_spec(settings: ServeSettings, run_dir: RunDir) -> ProcessSpec:
+    command: Sequence[str] = [
+        *(sys.executable, "-m", "shoal.client.openai"),
+        *("--host", settings.host, "--port", str(settings.openai_port)),
+        *("--triton-grpc", settings.grpc_url),
+        *("--drain-timeout", str(settings.drain_timeout_s)),
+        *("--log-level", settings.log_level),
+    ]
+    # The folder `shoal serve` is started in must not shadow modules of ours.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    return ProcessSpec("openai-api", command, environment, run_dir.logs / "openai-api.log")
+
+
+async def http_ok(url: str) -> bool:
+    """Whether a GET answers 200."""
+    import httpx
+
+    try:
+        # Not through a proxy: it is this machine.
+        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
+            reply: httpx.Response = await client.get(url)
+            return reply.status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def ready_text(settings: ServeSettings, logs: Path) -> str:
+    """What is served where, and a command to try."""
+    url, host = settings.openai_url, settings.local_host
+    model = settings.model[0]
+    body = (
+        f'{{"model":"{model}","stream":true,'
+        '"messages":[{"role":"user","content":"What is the capital of France?"}]}'
+    )
+    return "\n".join(
+        [
+            "",
+            f"Shoal is ready, serving {', '.join(settings.model)}.",
+            f"  OpenAI API      {url}/v1",
+            f"  Triton HTTP     http://{host}:{settings.http_port}",
+            f"  Triton gRPC     {settings.grpc_url}",
+            f"  Triton metrics  http://{host}:{settings.metrics_port}/metrics",
+            f"  Logs            {logs}",
+            "Try:",
+            f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\",
+            f"    -d '{body}'",
+            f"  shoal run {model}        (in another terminal)" if _default_ports(settings) else "",
+            "Stop with Ctrl-C.",
+        ]
+    ).replace("\n\nStop", "\nStop")
+
+
+def _default_ports(settings: ServeSettings) -> bool:
+    return bool(settings.openai_port == ServeSettings.model_fields["openai_port"].default)

@@ -1,0 +1,255 @@
+"""doctor, models, run and serve's checks before the start."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from shoal.backend.engine_config import ConfigError
+from shoal.client.cli import doctor
+from shoal.client.cli.app import app, main
+from shoal.client.cli.chat import ChatError, Conversation
+from shoal.client.cli.models_cmd import list_models, served_models
+from shoal.client.cli.serve import engine_configs, ready_text
+from shoal.client.cli.settings import ServeSettings
+
+MODEL = "smollm2-135m-instruct"
+
+
+class FakeApi(BaseHTTPRequestHandler):
+    """As much of the OpenAI API as the CLI uses. The question decides the answer."""
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self.reply(200, json.dumps({"data": [{"id": MODEL}]}).encode())
+        else:
+            self.reply(200 if self.path.startswith("/health") else 404, b"{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        question = body["messages"][-1]["content"]
+        if question == "refuse":
+            error = {"error": {"message": "messages[0].content must not be empty."}}
+            self.reply(400, json.dumps(error).encode())
+            return
+        events: list[object] = [
+            {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+            {"choices": [{"delta": {"content": f"{len(body['messages'])} "}}]},
+            {"choices": [{"delta": {"content": question.upper()}}]},
+        ]
+        if question == "break":
+            events.append({"error": {"message": "The worker is gone."}})
+        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        self.reply(200, (lines + "data: [DONE]\n\n").encode())
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def api_port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeApi)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def conversation(api_port: int) -> Iterator[Conversation]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{api_port}", trust_env=False) as client:
+        yield Conversation(client, MODEL)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ServeSettings:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return ServeSettings(openai_port=port, cache_dir=tmp_path / "cache")
+
+
+def repository(folder: Path, text: str) -> ServeSettings:
+    (folder / "m" / "1").mkdir(parents=True)
+    (folder / "m" / "config.pbtxt").write_text('backend: "shoal"\n')
+    (folder / "m" / "1" / "model.yaml").write_text(text)
+    return ServeSettings(model_repository=folder, model=["m"], cache_dir=folder / "cache")
+
+
+def test_chat_keeps_the_turns(conversation: Conversation) -> None:
+    assert "".join(conversation.ask("hello")) == "1 HELLO"
+    assert "".join(conversation.ask("again")) == "3 AGAIN"
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+
+
+def test_refused_turn_is_forgotten(conversation: Conversation) -> None:
+    with pytest.raises(ChatError, match="must not be empty"):
+        list(conversation.ask("refuse"))
+    assert conversation.messages == []
+    assert "".join(conversation.ask("hello")) == "1 HELLO"
+
+
+def test_error_in_the_stream_is_told(conversation: Conversation) -> None:
+    with pytest.raises(ChatError, match="The worker is gone"):
+        list(conversation.ask("break"))
+    assert conversation.messages[-1]["content"] == "1 BREAK"
+
+
+def test_run_answers_one_prompt_with_the_server_that_runs(api_port: int) -> None:
+    result = CliRunner().invoke(app, ["run", f"--openai-port={api_port}", MODEL, "hello"])
+    assert (result.exit_code, result.output) == (0, "1 HELLO\n")
+
+
+def test_run_reads_a_prompt_from_a_pipe(api_port: int) -> None:
+    result = CliRunner().invoke(app, ["run", f"--openai-port={api_port}"], input="hello")
+    assert result.output == "1 HELLO\n"
+
+
+def test_run_of_a_model_that_is_not_served_names_those_that_are(
+    api_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shoal", "run", f"--openai-port={api_port}", "other"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert f"does not serve 'other'. It serves: {MODEL}." in capsys.readouterr().err
+
+
+def test_models_tells_what_is_here_and_served(settings: ServeSettings, api_port: int) -> None:
+    row = {row.name: row for row in list_models(settings)}[MODEL]
+    assert (row.is_here, row.is_served) == (False, False)
+    assert served_models(f"http://127.0.0.1:{api_port}") == {MODEL}
+
+
+def test_models_lists_a_repository_of_ones_own(tmp_path: Path) -> None:
+    rows = list_models(repository(tmp_path, "weights: /some/where.gguf\n"))
+    assert {row.name: row.description for row in rows}["m"] == "weights: /some/where.gguf"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("weights: a\nkv_cach: 1\n", "unknown setting 'kv_cach'"),
+        ("weights: some/where.gguf\n", "weights must be an absolute path"),
+        (f"weights: {MODEL}\nstep_log: steps.jsonl\n", "step_log must be an absolute path"),
+    ],
+)
+def test_bad_engine_settings_end_the_start(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_configs(repository(tmp_path, text))
+    assert message in str(error.value)
+    assert str(tmp_path / "m" / "1") in str(error.value)
+
+
+def test_unknown_model_names_those_of_the_repository(tmp_path: Path) -> None:
+    settings = repository(tmp_path, f"weights: {MODEL}\n").model_copy(update={"model": ["other"]})
+    with pytest.raises(ConfigError, match="has no model 'other'.*It has: m"):
+        engine_configs(settings)
+
+
+def test_highest_version_counts(tmp_path: Path) -> None:
+    settings = repository(tmp_path, "weights: [broken\n")
+    (tmp_path / "m" / "10").mkdir()
+    (tmp_path / "m" / "10" / "model.yaml").write_text(f"weights: {MODEL}\nmax_num_seqs: 7\n")
+    assert engine_configs(settings)[0].max_num_seqs == 7
+
+
+def test_ready_text_names_every_endpoint() -> None:
+    text = ready_text(
+        ServeSettings(openai_port=1, http_port=2, grpc_port=3, metrics_port=4), Path("/l")
+    )
+    for part in ("127.0.0.1:1/v1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4/metrics", "curl -N"):
+        assert part in text
+
+
+def by_name(findings: list[doctor.Finding]) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_doctor_on_an_empty_cache_advises_to_pull(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "check_torch", lambda _: iter(()))
+    monkeypatch.setattr("shoal.client.cli.runtime.SYSTEM_ROOT", Path("/nowhere"))
+    findings = by_name(doctor.examine(settings))
+    for name in ("tritonserver", f"model {MODEL}"):
+        assert findings[name].status == "warning"
+        assert "shoal pull" in findings[name].fix
+
+
+def test_doctor_names_a_taken_port_and_its_flag(settings: ServeSettings) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = settings.model_copy(update={"grpc_port": server.getsockname()[1]})
+        findings = [item for item in doctor.check_ports(taken) if "gRPC" in item.detail]
+    assert findings[0].status == "problem"
+    assert "--grpc-port" in findings[0].fix
+
+
+def test_doctor_allows_ports_of_a_shoal_that_runs(settings: ServeSettings, api_port: int) -> None:
+    running = settings.model_copy(update={"openai_port": api_port})
+    assert [item.status for item in doctor.check_ports(running)] == ["ok"]
+
+
+def test_doctor_sees_a_python_without_shared_library(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.client.cli.runtime.shared_libpython", lambda: None)
+    finding = by_name(list(doctor.check_python(settings)))["libpython"]
+    assert finding.status == "problem"
+    assert "apt-get install libpython" in finding.fix
+    assert doctor.has_problem([finding])
+
+
+def test_doctor_sees_damaged_weights(
+    tmp_path: Path, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.client.cli.fetch.model_is_present", lambda *_: True)
+    monkeypatch.setattr("shoal.client.cli.fetch.sha256_of", lambda _: "0")
+    finding = next(doctor.check_models(settings))
+    assert finding.status == "problem"
+    assert "is damaged" in finding.detail
+
+
+def test_doctor_sees_a_broken_torch(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", "raise ImportError('libfoo.so is missing')")
+    finding = next(doctor.check_torch(settings))
+    assert (finding.status, finding.detail) == ("problem", "ImportError: libfoo.so is missing")
+
+
+def test_doctor_sees_an_accelerator_that_torch_cannot_use(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = 'print(\'{"version": "1", "device": "cpu", "name": "none"}\')'
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", probe)
+    monkeypatch.setattr("shoal.client.cli.runtime.has_gpu", lambda: True)
+    assert [item.status for item in doctor.check_torch(settings)] == ["ok", "warning"]
+
+
+def test_command_line_starts_without_heavy_imports() -> None:
+    code = (
+        "import sys; from shoal.client.cli.app import app\n"
+        "heavy = {'torch', 'numpy', 'grpc', 'tritonclient', 'httpx'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "import shoal.client.cli.serve, shoal.client.cli.supervisor, shoal.client.cli.chat\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

