@@ -28,13 +28,15 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
-def story(server: Served, max_tokens: int = 120) -> "asyncio.Task[Answer]":
+def story(
+    server: Served, max_tokens: int = 120, temperature: float = 1.0
+) -> "asyncio.Task[Answer]":
     return asyncio.create_task(
         generate(
             server.grpc_url,
             MODEL,
             "Once upon a time",
-            temperature=1.0,
+            temperature=temperature,
             seed=3,
             max_tokens=max_tokens,
             ignore_eos=True,

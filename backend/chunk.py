@@ -1,0 +1,74 @@
+"""A piece of one request's answer, on its way from the dispatch thread to the client."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.scheduler.errors import RequestError
+from shoal.scheduler.sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A token that could stand at one position, with its log-probability."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int | None  # 1: the most likely; None: not among those asked for
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The sampled token and its alternatives (best first; the sampled one may be among them)."""
+
+    sampled: Alternative
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one request gained since its last chunk: deltas, except where a comment says otherwise.
+
+    Each request gets exactly one chunk with a ``finish_reason``, and it is the last one.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()  # every sampled token, an end-of-text one too
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cumulative_logprob: float | None = None  # of the whole output so far
+    num_input_tokens: int = 0  # of the whole request; 0 until it is tokenised
+    cached_tokens: int = 0  # of the whole request
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+
+    @property
+    def final(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of_error(cls, error: RequestError, num_input_tokens: int = 0) -> "Chunk":
+        """The last chunk of a request that failed."""
+        return cls(finish_reason=FinishReason.ERROR, error=error, num_input_tokens=num_input_tokens)
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk that says what ``chunks``, in order, said. No chunks make an empty one."""
+    if not chunks:
+        return Chunk()
+    if len(chunks) == 1:
+        return chunks[0]
+    last = chunks[-1]
+    return Chunk(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        cumulative_logprob=last.cumulative_logprob,
+        num_input_tokens=max(chunk.num_input_tokens for chunk in chunks),
+        cached_tokens=max(chunk.cached_tokens for chunk in chunks),
+        finish_reason=last.finish_reason,
+        error=last.error,
+    )

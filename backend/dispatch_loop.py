@@ -1,0 +1,479 @@
+"""The one thread between clients and workers: it owns the dispatcher, the worker and all text."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from shoal.backend.chunk import Alternative, Chunk, TokenLogprobs
+from shoal.backend.engine_config import ConfigError
+from shoal.backend.intake import PreparedRequest
+from shoal.backend.messages import (
+    AbortSequence,
+    AddSequence,
+    LoadProgress,
+    StepResults,
+    WorkerReady,
+    WorkerStatus,
+)
+from shoal.backend.text.output_processor import OutputProcessor, TextDelta
+from shoal.backend.text.tokenizer import Tokenizer
+from shoal.backend.worker_keeper import (
+    WorkerDown,
+    WorkerEvent,
+    WorkerKeeper,
+    WorkerSaid,
+    WorkerState,
+    WorkerUp,
+)
+from shoal.scheduler.dispatcher import (
+    Abort,
+    Add,
+    Command,
+    Delivery,
+    Dispatcher,
+    WorkerCapacity,
+)
+from shoal.scheduler.errors import RequestError
+from shoal.scheduler.outputs import SampledToken
+from shoal.scheduler.sequence import FinishReason
+
+TICK_MS = 50
+# After so many workers in a row that never came up, waiting requests are told so.
+MAX_FAILED_STARTS = 5
+# No sign of life for so long: not ready, though it may yet recover.
+STUCK_AFTER_S = 4.0
+
+Sink = Callable[[Chunk], None]
+Progress = Callable[[str, int, int], None]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request is there; its prompt is still being prepared."""
+
+    seq_id: int
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    seq_id: int
+    request: PreparedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    seq_id: int
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    seq_id: int
+
+
+Order = Submitted | Prepared | Rejected | Cancelled
+
+
+@dataclass(slots=True)
+class _LiveRequest:
+    sink: Sink
+    processor: OutputProcessor | None = None  # None: not prepared yet
+    num_input_tokens: int = 0
+    cached_tokens: int = 0
+    wants_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStatus:
+    """What other threads may know; replaced as a whole each turn of the loop."""
+
+    turn_at: float = 0.0  # monotonic
+    worker_state: WorkerState = WorkerState.LOADING
+    heard_at: float = 0.0
+    step: int = 0
+    step_at: float = 0.0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    num_queued: int = 0
+    num_live: int = 0
+    worker_restarts: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+
+
+class DispatchLoop:
+    """Runs in ``run``'s thread, which owns everything here except the inbox and ``status``."""
+
+    def __init__(self, dispatcher: Dispatcher, keeper: WorkerKeeper, tokenizer: Tokenizer) -> None:
+        self._dispatcher = dispatcher
+        self._keeper = keeper
+        self._tokenizer = tokenizer
+        self._live: dict[int, _LiveRequest] = {}
+        self._inbox: deque[Order] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._stop_at: float | None = None
+        self._draining = False
+        self._is_closed = False
+        self._progress: Progress | None = None
+        self._ready: WorkerReady | None = None
+        self._worker_status: WorkerStatus | None = None
+        self._steps_before = 0  # of workers that are gone
+        self._preemptions_before = 0
+        self._step_at = 0.0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._finished: Counter[str] = Counter()
+        self.status = LoopStatus()
+        self.started = threading.Event()  # ready for the first time, or given up
+        self.start_error: ConfigError | None = None
+
+    def post(self, order: Order) -> None:
+        """Hand an order to the loop; any thread, never blocks."""
+        self._inbox.append(order)
+        if self._is_closed:
+            self._refuse_late()
+        else:
+            self._wake()
+
+    def drain(self, deadline: float) -> None:
+        """Refuse new requests and end when none is live, at ``deadline`` (monotonic) at latest."""
+        self._stop_at = deadline
+        self._draining = True
+        self._wake()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def ready(self) -> WorkerReady | None:
+        """What the latest worker said it can take."""
+        return self._ready
+
+    def run(self, progress: Progress) -> None:
+        """Serve until drained. Ends early when the first worker cannot start (``start_error``)."""
+        self._progress = progress
+        try:
+            while not self._is_over():
+                try:
+                    self._turn()
+                except Exception:
+                    # A bug in one turn must not silence all clients; the next turn goes on.
+                    log.exception("a turn of the dispatch loop failed")
+                    time.sleep(TICK_MS / 1000)
+        finally:
+            self._shut_down()
+
+    def _is_over(self) -> bool:
+        if self.start_error is not None:
+            return True
+        if self._stop_at is None:
+            return False
+        return not (self._live or self._inbox) or time.monotonic() >= self._stop_at
+
+    def _shut_down(self) -> None:
+        self._take_orders()
+        for seq_id in list(self._live):
+            self._fail(seq_id, shutting_down())
+        self._is_closed = True
+        self._refuse_late()
+        self._keeper.close()
+        self._publish(time.monotonic())
+        self.started.set()
+
+    def _refuse_late(self) -> None:
+        """Answer what came after the end. Safe from several threads: each order is taken once."""
+        with contextlib.suppress(IndexError):
+            while True:
+                order = self._inbox.popleft()
+                if isinstance(order, Submitted):
+                    order.sink(Chunk.of_error(shutting_down()))
+
+    def _turn(self) -> None:
+        self._take_orders()
+        now = time.monotonic()
+        for event in self._keeper.poll(now):
+            self._take_event(event, now)
+        self._send(self._dispatcher.poll(now))
+        self._publish(now)
+        self._wait()
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        if self._keeper.link is not None:
+            poller.register(self._keeper.link.socket, zmq.POLLIN)
+            if self._keeper.link.exit_fd >= 0:
+                poller.register(self._keeper.link.exit_fd, zmq.POLLIN)
+        poller.poll(TICK_MS)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it is awake already
+            os.write(self._wake_write, b"\0")
+
+    def _take_orders(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 65536)
+        while self._inbox:
+            order = self._inbox.popleft()
+            try:
+                self._take_order(order)
+            except Exception:
+                log.exception("a request could not be taken in")
+                self._fail(order.seq_id, internal_error())
+
+    def _take_order(self, order: Order) -> None:
+        match order:
+            case Submitted():
+                self._live[order.seq_id] = _LiveRequest(order.sink)
+            case Rejected():
+                self._fail(order.seq_id, order.error)
+            case Cancelled():
+                self._cancel(order.seq_id)
+            case Prepared():
+                self._enqueue(order.seq_id, order.request)
+
+    def _enqueue(self, seq_id: int, request: PreparedRequest) -> None:
+        live = self._live.get(seq_id)
+        if live is None:
+            return  # cancelled meanwhile
+        live.num_input_tokens = len(request.prompt_token_ids)
+        try:
+            self._refuse_without_worker()
+            if self._draining:
+                self._dispatcher.drain()
+            self._dispatcher.add(
+                seq_id, request.prompt_token_ids, request.sampling, time.monotonic()
+            )
+        except RequestError as error:
+            self._fail(seq_id, error)
+            return
+        self._prompt_tokens += live.num_input_tokens
+        live.processor = OutputProcessor(self._tokenizer, request.sampling)
+        live.wants_logprobs = request.sampling.logprobs is not None
+        self._emit(
+            live,
+            Chunk(
+                text=request.prompt_text if request.echo_input else "",
+                num_input_tokens=live.num_input_tokens,
+            ),
+        )
+
+    def _refuse_without_worker(self) -> None:
+        if self._keeper.failed_starts >= MAX_FAILED_STARTS:
+            raise _no_worker()
+
+    def _cancel(self, seq_id: int) -> None:
+        if seq_id in self._live:
+            self._drop(seq_id)
+            self._finish(seq_id, Chunk(finish_reason=FinishReason.CANCELLED))
+
+    def _drop(self, seq_id: int) -> None:
+        """Let dispatcher and worker forget a sequence."""
+        self._send(self._dispatcher.abort(seq_id))
+
+    def _send(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Add(sequence=sequence):
+                    self._keeper.send(
+                        AddSequence(
+                            sequence.seq_id,
+                            list(sequence.token_ids),
+                            sequence.num_prompt_tokens,
+                            sequence.sampling,
+                        )
+                    )
+                case Abort(seq_id=seq_id):
+                    self._keeper.send(AbortSequence(seq_id))
+
+    def _take_event(self, event: WorkerEvent, now: float) -> None:
+        match event:
+            case WorkerUp():
+                self._worker_up(event)
+            case WorkerDown():
+                self._worker_down(event, now)
+            case WorkerSaid(message=LoadProgress() as message):
+                if self._progress is not None and not self.started.is_set():
+                    self._progress(message.phase, message.done, message.total)
+            case WorkerSaid(message=StepResults() as message):
+                self._step_at = now
+                deliveries = self._dispatcher.outputs(event.worker_id, message.outputs, now)
+                self._take_status(event.worker_id, message.status)
+                self._deliver(deliveries)
+            case WorkerSaid(message=WorkerStatus() as message):
+                self._take_status(event.worker_id, message)
+
+    def _worker_up(self, event: WorkerUp) -> None:
+        ready = event.ready
+        self._ready = ready
+        log.info(
+            "worker %d is ready: %s on %s, %d KV blocks of %d tokens, context of %d tokens",
+            event.worker_id,
+            ready.dtype,
+            ready.device,
+            ready.num_blocks,
+            ready.block_size,
+            ready.max_model_len,
+        )
+        capacity = WorkerCapacity(
+            num_blocks=ready.num_blocks,
+            block_size=ready.block_size,
+            max_num_seqs=ready.max_num_seqs,
+            max_model_len=ready.max_model_len,
+        )
+        self._deliver(self._dispatcher.worker_ready(event.worker_id, capacity))
+        self._publish(time.monotonic())
+        self.started.set()
+
+    def _worker_down(self, event: WorkerDown, now: float) -> None:
+        log.error("worker %d is gone: %s", event.worker_id, event.reason)
+        if self._ready is None:
+            prefix = "" if event.refused else "the worker ended while loading: "
+            self.start_error = ConfigError(prefix + event.reason)
+            return
+        if self._worker_status is not None:
+            self._steps_before += self._worker_status.step
+            self._preemptions_before += self._worker_status.num_preemptions
+            self._worker_status = None
+        if event.was_ready:
+            self._deliver(self._dispatcher.worker_dead(event.worker_id, now))
+        if self._keeper.failed_starts >= MAX_FAILED_STARTS:
+            for seq_id in list(self._live):
+                self._drop(seq_id)
+                self._fail(seq_id, _no_worker())
+
+    def _take_status(self, worker_id: int, status: WorkerStatus) -> None:
+        self._worker_status = status
+        self._dispatcher.worker_status(
+            worker_id, status.free_blocks, status.num_running, status.num_waiting, status.step
+        )
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            try:
+                self._deliver_one(delivery)
+            except Exception:
+                log.exception("the output of one request could not be processed")
+                self._drop(delivery.seq_id)
+                self._fail(delivery.seq_id, internal_error())
+
+    def _deliver_one(self, delivery: Delivery) -> None:
+        live = self._live.get(delivery.seq_id)
+        if live is None or live.processor is None:
+            return
+        live.cached_tokens = max(live.cached_tokens, delivery.num_cached_tokens)
+        if delivery.finish_reason is FinishReason.ERROR:
+            log.error("request %d failed: %s", delivery.seq_id, delivery.error)
+            self._fail(delivery.seq_id, delivery.error or internal_error())
+            return
+        delta = live.processor.push(delivery.token, delivery.finish_reason)
+        if delta.stop_hit and delivery.finish_reason is None:
+            self._drop(delivery.seq_id)
+        chunk = self._chunk(live, delivery.token, delta)
+        self._generation_tokens += chunk.num_new_tokens
+        if chunk.final:
+            self._finish(delivery.seq_id, chunk)
+        else:
+            self._emit(live, chunk)
+
+    def _chunk(self, live: _LiveRequest, token: SampledToken | None, delta: TextDelta) -> Chunk:
+        wants_logprobs = live.wants_logprobs and token is not None
+        assert live.processor is not None
+        return Chunk(
+            text=delta.text,
+            token_ids=() if token is None else (token.token_id,),
+            logprobs=(self._logprobs(token),) if wants_logprobs and token is not None else (),
+            cumulative_logprob=live.processor.cumulative_logprob if live.wants_logprobs else None,
+            num_input_tokens=live.num_input_tokens,
+            cached_tokens=live.cached_tokens,
+            finish_reason=delta.finish_reason,
+        )
+
+    def _logprobs(self, token: SampledToken) -> TokenLogprobs:
+        top = tuple(
+            Alternative(token_id, self._tokenizer.decode([token_id]), logprob, rank)
+            for rank, (token_id, logprob) in enumerate(token.top_logprobs, start=1)
+        )
+        same = next((item for item in top if item.token_id == token.token_id), None)
+        if same is not None:
+            return TokenLogprobs(same, top)
+        text = self._tokenizer.decode([token.token_id])
+        assert token.logprob is not None
+        return TokenLogprobs(Alternative(token.token_id, text, token.logprob, None), top)
+
+    def _fail(self, seq_id: int, error: RequestError) -> None:
+        live = self._live.get(seq_id)
+        if live is not None:
+            self._finish(seq_id, Chunk.of_error(error, live.num_input_tokens))
+
+    def _finish(self, seq_id: int, chunk: Chunk) -> None:
+        """The one place where a request ends: its last chunk, once."""
+        live = self._live.pop(seq_id)
+        assert chunk.finish_reason is not None
+        self._finished[chunk.finish_reason.value] += 1
+        self._emit(live, chunk)
+
+    def _emit(self, live: _LiveRequest, chunk: Chunk) -> None:
+        try:
+            live.sink(chunk)
+        except Exception:
+            log.exception("a chunk could not be handed on")
+
+    def _publish(self, now: float) -> None:
+        ready, worker = self._ready, self._worker_status
+        self.status = LoopStatus(
+            turn_at=now,
+            worker_state=self._keeper.state,
+            heard_at=self._keeper.heard_at,
+            step=self._steps_before + (worker.step if worker else 0),
+            step_at=self._step_at,
+            free_blocks=worker.free_blocks if worker else 0,
+            total_blocks=ready.num_blocks if ready else 0,
+            num_running=worker.num_running if worker else 0,
+            num_waiting=worker.num_waiting if worker else 0,
+            num_preemptions=self._preemptions_before + (worker.num_preemptions if worker else 0),
+            num_queued=self._dispatcher.num_queued,
+            num_live=len(self._live),
+            worker_restarts=self._keeper.num_restarts,
+            max_model_len=ready.max_model_len if ready else 0,
+            max_num_seqs=ready.max_num_seqs if ready else 0,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            finished=dict(self._finished),
+        )
+
+
+def shutting_down() -> RequestError:
+    return RequestError("The server is shutting down.", code="shutting_down", status=503)
+
+
+def internal_error() -> RequestError:
+    return RequestError("The server failed on this request.", code="internal_error", status=500)
+
+
+def _no_worker() -> RequestError:
+    return RequestError(
+        "The model's worker cannot be started at present.",
+        code="worker_unavailable",
+        status=503,
+        retry_after_ms=10_000,
+    )

@@ -1,0 +1,129 @@
+"""Publishes the service's counts as metrics of the Triton server, from one timer thread."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+PUBLISH_INTERVAL_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCounts:
+    """Gauges and running totals of one model version. Totals count what clients were sent."""
+
+    kv_blocks_free: int = 0
+    kv_blocks_total: int = 0
+    sequences_running: int = 0
+    requests_queued: int = 0
+    engine_steps: int = 0
+    worker_restarts: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    requests: dict[str, int] = field(default_factory=dict)  # by finish reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Metric:
+    name: str
+    description: str
+    counter: bool
+    read: Callable[[ServiceCounts], int]
+
+
+_METRICS = (
+    _Metric("shoal_kv_blocks_free", "KV blocks free now", False, lambda c: c.kv_blocks_free),
+    _Metric("shoal_kv_blocks_total", "KV blocks in the pool", False, lambda c: c.kv_blocks_total),
+    _Metric(
+        "shoal_sequences_running", "Sequences running now", False, lambda c: c.sequences_running
+    ),
+    _Metric(
+        "shoal_requests_queued", "Requests waiting for a worker", False, lambda c: c.requests_queued
+    ),
+    _Metric("shoal_engine_steps_total", "Engine steps", True, lambda c: c.engine_steps),
+    _Metric("shoal_worker_restarts_total", "Workers replaced", True, lambda c: c.worker_restarts),
+    _Metric(
+        "shoal_prompt_tokens_total",
+        "Prompt tokens of accepted requests",
+        True,
+        lambda c: c.prompt_tokens,
+    ),
+    _Metric(
+        "shoal_generation_tokens_total", "Generated tokens", True, lambda c: c.generation_tokens
+    ),
+)
+_REQUESTS = "shoal_requests_total"
+
+
+class MetricsPublisher:
+    """Copies counts into metric families each second. A fault here never reaches serving.
+
+    Each call on a metric is a round trip to the server, and ``set`` holds the GIL meanwhile, so
+    only values that changed are written, and never from a thread that serves.
+    """
+
+    def __init__(
+        self,
+        pb_utils: Any,
+        labels: dict[str, str],
+        counts: Callable[[], ServiceCounts],
+        interval_s: float = PUBLISH_INTERVAL_S,
+    ) -> None:
+        self._family_type = pb_utils.MetricFamily
+        self._labels = labels
+        self._counts = counts
+        self._interval_s = interval_s
+        self._families: dict[str, Any] = {}  # a family that is let go takes its metrics with it
+        self._metrics: dict[str, Any] = {}  # by name, and by finish reason for requests
+        self._published: dict[str, int] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Publish a last time and end the thread."""
+        self._stopping.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        try:
+            self._create()
+            while not self._stopping.wait(self._interval_s):
+                self._publish()
+            self._publish()
+        except Exception as error:
+            # The server refuses metrics when its own are off; serving goes on without them.
+            log.warning("metrics are not published: %s", error)
+
+    def _create(self) -> None:
+        for metric in _METRICS:
+            self._add_family(metric.name, metric.description, metric.counter)
+            self._metrics[metric.name] = self._families[metric.name].Metric(labels=self._labels)
+        self._add_family(_REQUESTS, "Finished requests by finish reason", True)
+
+    def _add_family(self, name: str, description: str, counter: bool) -> None:
+        kind = self._family_type.COUNTER if counter else self._family_type.GAUGE
+        self._families[name] = self._family_type(name=name, description=description, kind=kind)
+
+    def _publish(self) -> None:
+        counts = self._counts()
+        for metric in _METRICS:
+            self._write(metric.name, metric.read(counts), metric.counter)
+        for reason, number in counts.requests.items():
+            key = f"{_REQUESTS}.{reason}"
+            if key not in self._metrics:
+                labels = {**self._labels, "finish_reason": reason}
+                self._metrics[key] = self._families[_REQUESTS].Metric(labels=labels)
+            self._write(key, number, counter=True)
+
+    def _write(self, key: str, value: int, counter: bool) -> None:
+        before = self._published.get(key, 0)
+        if counter and value > before:
+            self._metrics[key].increment(value - before)
+        elif not counter and (value != before or key not in self._published):
+            self._metrics[key].set(value)
+        # A counter never goes back, whatever its source does.
+        self._published[key] = max(value, before) if counter else value

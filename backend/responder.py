@@ -1,0 +1,199 @@
+"""Sends answers: one thread sends chunks, one thread looks for clients that have gone."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from shoal.backend.chunk import Chunk, join_chunks
+from shoal.scheduler.errors import RequestError
+
+CANCEL_POLL_S = 0.05
+# An HTTP client that has gone is noticed only when something is written to it.
+KEEP_ALIVE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Reply(Protocol):
+    """Where the answer of one request goes. A final chunk closes it."""
+
+    def send(self, chunk: Chunk) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+    def abandon(self) -> None:
+        """Close without an answer, when even an error cannot be sent."""
+
+
+class ResponseStream:
+    """One open request: what waits to be sent. Its fields belong to the responder's lock."""
+
+    def __init__(
+        self, responder: "Responder", reply: Reply, stream: bool, every_token: bool, now: float
+    ) -> None:
+        self._responder = responder
+        self.reply = reply
+        self.stream = stream
+        self.every_token = every_token
+        self.pending: list[Chunk] = []
+        self.queued = False  # whether the send thread has it in its queue
+        self.closed = False
+        self.cancel: Callable[[], None] | None = None
+        self.cancel_seen = False
+        self.last_sent = now
+
+    def post(self, chunk: Chunk) -> None:
+        """Hand over the next chunk; any thread, returns at once."""
+        self._responder.post(self, chunk)
+
+    @property
+    def worth_sending(self) -> bool:
+        """Whether the pending chunks hold something the client waits for."""
+        if not self.pending:
+            return False
+        if self.pending[-1].final:
+            return True
+        return self.stream and any(
+            chunk.text or (self.every_token and chunk.token_ids) for chunk in self.pending
+        )
+
+
+class Responder:
+    """Owns all sending. A send is a blocking round trip, so chunks that queue up are joined."""
+
+    def __init__(self, poll_s: float = CANCEL_POLL_S, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._poll_s = poll_s
+        self._keep_alive_s = keep_alive_s
+        self._condition = threading.Condition()
+        self._open: set[ResponseStream] = set()
+        self._ready: deque[ResponseStream] = deque()
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._send_loop, name="shoal-responder", daemon=True),
+            threading.Thread(target=self._poll_loop, name="shoal-cancel-poller", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_open(self) -> int:
+        with self._condition:
+            return len(self._open)
+
+    def open(self, reply: Reply, stream: bool, every_token: bool = False) -> ResponseStream:
+        """Start answering one request.
+
+        Without ``stream`` everything goes out in one response. With ``every_token`` a chunk goes
+        out even if its token made no text yet.
+        """
+        opened = ResponseStream(self, reply, stream, every_token, time.monotonic())
+        with self._condition:
+            self._open.add(opened)
+        return opened
+
+    def watch(self, opened: ResponseStream, cancel: Callable[[], None]) -> None:
+        """From now on call ``cancel``, once, when the client of ``opened`` has gone."""
+        with self._condition:
+            opened.cancel = cancel
+
+    def post(self, opened: ResponseStream, chunk: Chunk) -> None:
+        """Queue a chunk. Chunks after the final one are dropped."""
+        with self._condition:
+            if opened.closed or (opened.pending and opened.pending[-1].final):
+                return
+            opened.pending.append(chunk)
+            if opened.worth_sending:
+                self._enqueue(opened)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Wait until every open request has its final response, then end the threads."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._open, timeout_s)
+            left = list(self._open)
+            self._stopping.set()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_s)
+        for opened in left:
+            self._give_up(opened)
+
+    def _enqueue(self, opened: ResponseStream) -> None:
+        if not opened.queued:
+            opened.queued = True
+            self._ready.append(opened)
+            self._condition.notify_all()
+
+    def _send_loop(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._ready or self._stopping.is_set())
+                if not self._ready:
+                    return
+                opened = self._ready.popleft()
+                opened.queued = False
+                chunk = join_chunks(opened.pending)
+                opened.pending = []
+            self._send(opened, chunk)
+
+    def _send(self, opened: ResponseStream, chunk: Chunk) -> None:
+        final = chunk.final
+        try:
+            opened.reply.send(chunk)
+        except Exception:
+            # A fault with one client's answer is that client's alone.
+            log.exception("a response could not be sent")
+            self._send_failure(opened)
+            final = True
+        with self._condition:
+            opened.last_sent = time.monotonic()
+            if final:
+                opened.closed = True
+                self._open.discard(opened)
+                self._condition.notify_all()
+
+    def _send_failure(self, opened: ResponseStream) -> None:
+        self._cancel(opened)
+        error = RequestError("The answer could not be sent.", code="internal_error", status=500)
+        try:
+            opened.reply.send(Chunk.of_error(error))
+        except Exception:
+            self._give_up(opened)
+
+    def _give_up(self, opened: ResponseStream) -> None:
+        try:
+            opened.reply.abandon()
+        except Exception:
+            log.warning("a request was left without a final response", exc_info=True)
+
+    def _poll_loop(self) -> None:
+        while not self._stopping.wait(self._poll_s):
+            with self._condition:
+                waiting = list(self._open)
+            for opened in waiting:
+                self._poll(opened)
+
+    def _poll(self, opened: ResponseStream) -> None:
+        if opened.closed or opened.cancel is None or opened.cancel_seen:
+            return
+        try:
+            gone = opened.reply.is_cancelled()
+        except Exception:
+            log.exception("a request's state could not be read; it is cancelled")
+            gone = True
+        if gone:
+            self._cancel(opened)
+        elif opened.stream:
+            self._keep_alive(opened)
+
+    def _cancel(self, opened: ResponseStream) -> None:
+        if opened.cancel is not None and not opened.cancel_seen:
+            opened.cancel_seen = True
+            opened.cancel()
+
+    def _keep_alive(self, opened: ResponseStream) -> None:
+        with self._condition:
+            if time.monotonic() - opened.last_sent >= self._keep_alive_s:
+                self._enqueue(opened)

@@ -1,0 +1,228 @@
+"""The service behind one loaded model version: takes requests, gives chunks, knows no Triton."""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.backend.chunk import Chunk
+from shoal.backend.dispatch_loop import (
+    STUCK_AFTER_S,
+    Cancelled,
+    DispatchLoop,
+    Prepared,
+    Progress,
+    Rejected,
+    Submitted,
+    internal_error,
+    shutting_down,
+)
+from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.intake import Intake, PreparedRequest, RawRequest
+from shoal.backend.metrics import ServiceCounts
+from shoal.backend.text.chat_template import ChatTemplate
+from shoal.backend.text.tokenizer import Tokenizer
+from shoal.backend.weights.catalogue import resolve_weights
+from shoal.backend.worker_keeper import WorkerKeeper, WorkerLink, WorkerState
+from shoal.backend.worker_process import WorkerProcess
+from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.errors import RequestError
+
+# Tokenising releases the GIL; two threads keep one long prompt from holding up all others.
+NUM_INTAKE_THREADS = 2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TextParts:
+    """What the text side needs of a checkpoint."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def load_text_parts(path: Path) -> TextParts:
+    """Read tokeniser and chat template. Raises ConfigError."""
+    tokenizer = Tokenizer.from_checkpoint(path)
+    return TextParts(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
+
+
+class Service:
+    """One served model version. ``start`` once, then ``submit`` and ``cancel`` from any thread.
+
+    Every submitted request gets exactly one final chunk. ``spawn`` and ``text`` are for tests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_name: str,
+        version: str,
+        run_dir: Path,
+        *,
+        spawn: Callable[[], WorkerLink] | None = None,
+        text: TextParts | None = None,
+    ) -> None:
+        self._config = config
+        self._model_name = model_name
+        self._version = version
+        self._spawn = spawn or (lambda: WorkerProcess(config, run_dir))
+        self._text = text
+        self._seq_ids = itertools.count(1)
+        self._pool = ThreadPoolExecutor(NUM_INTAKE_THREADS, thread_name_prefix="shoal-intake")
+        self._lock = threading.Lock()
+        self._num_in_intake = 0
+        self._loop: DispatchLoop | None = None
+        self._intake: Intake | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, progress: Progress = lambda phase, done, total: None) -> None:
+        """Load the text side and a first worker; blocks until it is ready. Raises ConfigError."""
+        text = self._text or load_text_parts(resolve_weights(self._config.weights))
+        loop = DispatchLoop(
+            Dispatcher(DispatcherConfig(self._config.max_queued_requests)),
+            WorkerKeeper(
+                self._spawn,
+                self._config.worker_start_timeout_s,
+                self._config.worker_stall_timeout_s,
+            ),
+            text.tokenizer,
+        )
+        self._thread = threading.Thread(
+            target=loop.run, args=(progress,), name="shoal-dispatch", daemon=True
+        )
+        self._thread.start()
+        self._loop = loop
+        loop.started.wait()
+        if loop.start_error is not None:
+            raise loop.start_error
+        if loop.ready is None:
+            raise ConfigError("the service was stopped while it was starting.")
+        self._intake = Intake(
+            text.tokenizer, text.template, loop.ready.max_model_len, loop.ready.vocab_size
+        )
+
+    def submit(self, raw: RawRequest, sink: Callable[[Chunk], None]) -> int:
+        """Take a request; its chunks come to ``sink``, from the dispatch thread. Returns its id."""
+        loop = self._running_loop()
+        seq_id = next(self._seq_ids)
+        loop.post(Submitted(seq_id, sink))
+        error = self._enter_intake()
+        if error is None:
+            try:
+                self._pool.submit(self._prepare, seq_id, raw)
+            except RuntimeError:  # the pool is closed
+                self._leave_intake()
+                error = shutting_down()
+        if error is not None:
+            loop.post(Rejected(seq_id, error))
+        return seq_id
+
+    def cancel(self, seq_id: int) -> None:
+        """End a request in whatever phase; its final chunk says cancelled. Unknown ids pass."""
+        self._running_loop().post(Cancelled(seq_id))
+
+    def status(self) -> dict[str, Any]:
+        """The heartbeat's payload."""
+        loop = self._running_loop()
+        status, now = loop.status, time.monotonic()
+        return {
+            "state": self._state(now),
+            "model": self._model_name,
+            "version": self._version,
+            "step": status.step,
+            "step_age_ms": int(1000 * (now - status.step_at)) if status.step_at else None,
+            "free_blocks": status.free_blocks,
+            "total_blocks": status.total_blocks,
+            "num_running": status.num_running,
+            "num_waiting": status.num_waiting,
+            "num_queued": status.num_queued,
+            "num_live": status.num_live,
+            "num_preemptions": status.num_preemptions,
+            "worker_restarts": status.worker_restarts,
+            "max_model_len": status.max_model_len,
+            "max_num_seqs": status.max_num_seqs,
+            "time": time.time(),
+        }
+
+    def counts(self) -> ServiceCounts:
+        """What the metrics say."""
+        status = self._running_loop().status
+        return ServiceCounts(
+            kv_blocks_free=status.free_blocks,
+            kv_blocks_total=status.total_blocks,
+            sequences_running=status.num_running,
+            requests_queued=status.num_queued,
+            engine_steps=status.step,
+            worker_restarts=status.worker_restarts,
+            prompt_tokens=status.prompt_tokens,
+            generation_tokens=status.generation_tokens,
+            requests=status.finished,
+        )
+
+    def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let open ones finish for ``drain_s``, fail the rest. Idempotent."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.drain(time.monotonic() + drain_s)
+            self._thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _running_loop(self) -> DispatchLoop:
+        assert self._loop is not None, "not started"
+        return self._loop
+
+    def _state(self, now: float) -> str:
+        loop = self._running_loop()
+        status = loop.status
+        if loop.draining:
+            return "draining"
+        if now - status.turn_at > STUCK_AFTER_S:
+            return "stuck"
+        if status.worker_state is not WorkerState.READY:
+            return "restarting" if status.max_model_len else "loading"
+        return "stuck" if now - status.heard_at > STUCK_AFTER_S else "ready"
+
+    def _enter_intake(self) -> RequestError | None:
+        """Count a request in, unless too many are there already."""
+        limit = self._config.max_queued_requests
+        with self._lock:
+            if self._num_in_intake >= limit:
+                return RequestError(
+                    f"At most {limit} requests can wait. Retry later.",
+                    code="queue_full",
+                    status=429,
+                    retry_after_ms=1000,
+                )
+            self._num_in_intake += 1
+        return None
+
+    def _leave_intake(self) -> None:
+        with self._lock:
+            self._num_in_intake -= 1
+
+    def _prepare(self, seq_id: int, raw: RawRequest) -> None:
+        loop = self._running_loop()
+        try:
+            assert self._intake is not None, "not started"
+            loop.post(Prepared(seq_id, _with_logprobs(raw, self._intake.prepare(raw))))
+        except RequestError as error:
+            loop.post(Rejected(seq_id, error))
+        except Exception:
+            log.exception("a request could not be prepared")
+            loop.post(Rejected(seq_id, internal_error()))
+        finally:
+            self._leave_intake()
+
+
+def _with_logprobs(raw: RawRequest, prepared: PreparedRequest) -> PreparedRequest:
+    """Have the sampler report what the requested outputs need."""
+    wanted = raw.return_logprobs or raw.return_cumulative_logprob
+    if not wanted or prepared.sampling.logprobs is not None:
+        return prepared
+    return replace(prepared, sampling=replace(prepared.sampling, logprobs=0))

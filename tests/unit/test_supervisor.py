@@ -1,0 +1,367 @@
+"""The supervisor over small scripts that stand for tritonserver and the shim."""
+
+import asyncio
+import contextlib
+import io
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from shoal.client.cli.console import Console
+from shoal.client.cli.managed_process import Backoff, ManagedProcess, ProcessSpec
+from shoal.client.cli.supervisor import ServePlan, Supervisor, exit_text
+from shoal.client.cli.triton_control import ModelLoadError
+
+PATIENCE_S = 30.0
+
+# Says its pid, then ends on SIGTERM, leaving its name in the order of ending.
+OBEDIENT = """
+import os, pathlib, signal, sys, time
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+def end(*_):
+    with open(folder / "ended", "a") as file:
+        file.write(name + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+with open(folder / (name + ".pids"), "a") as file:
+    file.write(f"{os.getpid()}\\n")
+while True:
+    time.sleep(0.05)
+"""
+STUBBORN = OBEDIENT.replace(
+    "signal.signal(signal.SIGTERM, end)", "signal.signal(15, signal.SIG_IGN)"
+)
+FAILING = "print('no such option: --frobnicate'); raise SystemExit(3)"
+
+
+@dataclass
+class FakeControl:
+    """A tritonserver's control side; ``broken`` maps a model to why it cannot load."""
+
+    calls: list[str] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)
+    unload_hangs: bool = False
+
+    async def wait_live(self) -> None:
+        self.calls.append("live")
+
+    async def load(self, model: str) -> None:
+        self.calls.append(f"load {model}")
+        if model in self.broken:
+            raise ModelLoadError(self.broken[model])
+
+    async def unload(self, model: str) -> None:
+        self.calls.append(f"unload {model}")
+        if self.unload_hangs:
+            await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+@dataclass
+class FakeMonitor:
+    """A heartbeat that is as old as the test says."""
+
+    model: str
+    age_s: float = 0.0
+    is_ready: bool = True
+
+    def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+class Stage:
+    """A supervisor with fakes around it, and what happened."""
+
+    def __init__(self, folder: Path, server: str = OBEDIENT, shim: str = OBEDIENT) -> None:
+        self.folder = folder
+        self.control = FakeControl()
+        self.monitor = FakeMonitor("m")
+        self.output = io.StringIO()
+        self.ready = asyncio.Event()
+        self.killed_stubs: list[str] = []
+        self.servers_tidied = 0
+        self.supervisor = Supervisor(
+            ServePlan(
+                server=self.spec("server", server),
+                shim=self.spec("shim", shim),
+                models=["m"],
+                drain_timeout_s=PATIENCE_S,
+                control=lambda: self.control,
+                monitor=lambda _: self.monitor,
+                shim_is_ready=self.shim_is_ready,
+                on_ready=self.ready.set,
+                after_server=self.tidy,
+                kill_stub=lambda _, name: self.killed_stubs.append(name),
+            ),
+            Console(stream=self.output),
+            backoff=lambda: Backoff(first_s=0.01, longest_s=0.1),
+            revive_after_s=1.0,
+        )
+
+    def spec(self, name: str, code: str) -> ProcessSpec:
+        command = [sys.executable, "-I", "-S", "-c", code, str(self.folder), name]
+        return ProcessSpec(name, command, os.environ, self.folder / f"{name}.log")
+
+    async def shim_is_ready(self) -> bool:
+        return len(self.pids("shim")) > 0
+
+    def tidy(self) -> None:
+        self.servers_tidied += 1
+
+    def pids(self, name: str) -> list[int]:
+        file = self.folder / f"{name}.pids"
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                await asyncio.sleep(0.02)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["asyncio.Task[int]"]:
+        """A supervisor that is ready and has both children."""
+        task = asyncio.create_task(self.supervisor.run())
+        try:
+            await asyncio.wait_for(self.ready.wait(), PATIENCE_S)
+            await self.until(lambda: bool(self.pids("server") and self.pids("shim")))
+            yield task
+        finally:
+            self.supervisor.request_stop()
+            self.supervisor.request_stop()
+            await asyncio.wait_for(task, PATIENCE_S)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except OSError:
+        return False
+    return state != b"Z"
+
+
+async def gone(*pids: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while any(is_alive(pid) for pid in pids):
+            await asyncio.sleep(0.02)
+
+
+async def test_drains_the_shim_first_and_ends_with_success(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.running() as task:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
+    assert (tmp_path / "ended").read_text().split() == ["shim", "server"]
+    assert stage.control.calls == ["live", "load m", "close"]
+    assert stage.servers_tidied == 1
+
+
+async def test_second_signal_kills_what_does_not_obey(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, server=STUBBORN, shim=STUBBORN)
+    async with stage.running() as task:
+        stage.supervisor.request_stop()
+        stage.supervisor.request_stop()
+        assert await asyncio.wait_for(task, PATIENCE_S) == 1
+    await gone(*stage.pids("server"), *stage.pids("shim"))
+
+
+async def test_model_that_cannot_load_ends_the_start_with_its_reason(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.control.broken["m"] = "weights: there is no file /x.gguf."
+    assert await asyncio.wait_for(stage.supervisor.run(), PATIENCE_S) == 1
+    assert "Model m cannot be loaded: weights: there is no file /x.gguf." in stage.output.getvalue()
+    await gone(*stage.pids("server"), *stage.pids("shim"))
+
+
+@pytest.mark.parametrize("name", ["server", "shim"])
+async def test_process_that_ends_while_starting_shows_its_last_lines(
+    tmp_path: Path, name: str
+) -> None:
+    stage = Stage(tmp_path, **{name: FAILING})
+    stage.monitor.is_ready = False
+    if name == "server":
+        stage.control.wait_live = asyncio.Event().wait  # type: ignore[assignment]
+    assert await asyncio.wait_for(stage.supervisor.run(), PATIENCE_S) == 1
+    output = stage.output.getvalue()
+    assert f"{name} ended while starting (exit status 3)" in output
+    assert "no such option: --frobnicate" in output
+
+
+async def test_dead_server_is_started_again_and_its_models_loaded(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.running():
+        os.kill(stage.pids("server")[0], signal.SIGKILL)
+        await stage.until(lambda: stage.control.calls.count("load m") == 2)
+        await stage.until(lambda: len(stage.pids("server")) == 2)
+        assert len(stage.pids("shim")) == 1
+    assert "server ended (killed by SIGKILL)" in stage.output.getvalue()
+
+
+async def test_dead_shim_is_started_again_alone(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.running():
+        os.kill(stage.pids("shim")[0], signal.SIGKILL)
+        await stage.until(lambda: len(stage.pids("shim")) == 2)
+        assert len(stage.pids("server")) == 1
+        assert stage.control.calls.count("load m") == 1
+
+
+async def test_lost_heartbeat_kills_the_stub_and_loads_the_model_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.running():
+        stage.monitor.age_s = 1000.0
+        await stage.until(lambda: stage.control.calls.count("load m") >= 2)
+        stage.monitor.age_s = 0.0
+        assert stage.control.calls[:4] == ["live", "load m", "unload m", "load m"]
+        assert stage.killed_stubs[0] == "m"
+        assert len(stage.pids("server")) == 1
+
+
+async def test_model_that_fails_to_come_back_is_tried_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.running() as task:
+        stage.control.broken["m"] = "out of memory"
+        stage.monitor.age_s = 1000.0
+        await stage.until(lambda: stage.control.calls.count("load m") >= 3)
+        assert not task.done()
+        assert len(stage.pids("server")) == 1
+
+
+async def test_server_that_hangs_while_unloading_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.client.cli.supervisor.UNLOAD_TIMEOUT_S", 0.1)
+    stage = Stage(tmp_path)
+    async with stage.running():
+        stage.control.unload_hangs = True
+        stage.monitor.age_s = 1000.0
+        await stage.until(lambda: len(stage.pids("server")) == 2)
+        stage.control.unload_hangs = False
+        stage.monitor.age_s = 0.0
+
+
+# Starts a child that leaves the session, so that only its ancestry tells where it came from.
+PARENT = """
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
+if len(sys.argv) > 2:
+    sys.exit(7)
+while True:
+    time.sleep(1)
+"""
+
+
+def parent_spec(folder: Path, *arguments: str) -> ProcessSpec:
+    command = [sys.executable, "-I", "-S", "-c", PARENT, str(folder / "pids"), *arguments]
+    return ProcessSpec("parent", command, os.environ, folder / "log")
+
+
+async def read_pids(file: Path) -> list[int]:
+    async with asyncio.timeout(PATIENCE_S):
+        while not file.exists() or len(file.read_text().split()) < 2:
+            await asyncio.sleep(0.02)
+    return [int(word) for word in file.read_text().split()]
+
+
+async def test_orphans_of_a_process_that_ended_are_killed(tmp_path: Path) -> None:
+    process = ManagedProcess(parent_spec(tmp_path, "end"), lambda *_: None)
+    await process.start()
+    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 7
+    await gone(*await read_pids(tmp_path / "pids"))
+
+
+async def test_stubborn_process_is_killed_with_all_below_it(tmp_path: Path) -> None:
+    process = ManagedProcess(parent_spec(tmp_path), lambda *_: None)
+    await process.start()
+    pids = await read_pids(tmp_path / "pids")
+    assert all(is_alive(pid) for pid in pids)
+    assert await process.stop(patience_s=0.1) is False
+    assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_death_of_the_guard_ends_the_process(tmp_path: Path) -> None:
+    process = ManagedProcess(parent_spec(tmp_path), lambda *_: None)
+    await process.start()
+    parent, child = await read_pids(tmp_path / "pids")
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == -signal.SIGKILL
+    await gone(parent)
+    os.kill(child, signal.SIGKILL)  # it left the session: nobody is left who knows of it
+
+
+SUPERVISE = """
+import asyncio, os, pathlib, sys
+from shoal.client.cli.managed_process import ManagedProcess, ProcessSpec
+async def main():
+    command = [sys.executable, "-I", "-S", "-c", sys.argv[1], sys.argv[2]]
+    spec = ProcessSpec("parent", command, os.environ, pathlib.Path(sys.argv[2] + ".log"))
+    await ManagedProcess(spec, print).start()
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    supervisor = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SUPERVISE, PARENT, str(tmp_path / "pids"))
+    )
+    pids = await read_pids(tmp_path / "pids")
+    supervisor.kill()
+    await supervisor.wait()
+    await gone(*pids)
+
+
+async def test_missing_program_is_told(tmp_path: Path) -> None:
+    lines: list[str] = []
+    spec = ProcessSpec("x", [str(tmp_path / "none")], os.environ, tmp_path / "log")
+    process = ManagedProcess(spec, lambda _, line: lines.append(line))
+    await process.start()
+    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 127
+    assert lines == [f"cannot run {tmp_path / 'none'}: No such file or directory"]
+
+
+async def test_output_is_kept_in_the_file_and_the_tail(tmp_path: Path) -> None:
+    code = "for number in range(100): print('line', number)"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    for _ in range(2):
+        process = ManagedProcess(
+            ProcessSpec("x", command, os.environ, tmp_path / "log"), lambda *_: None
+        )
+        await process.start()
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+    assert len((tmp_path / "log").read_text().splitlines()) == 100
+    assert len((tmp_path / "log.1").read_text().splitlines()) == 100
+    assert process.tail[-1] == "line 99"
+
+
+def test_backoff_doubles_up_to_its_limit_and_starts_over_after_a_good_run() -> None:
+    backoff = Backoff(first_s=1, longest_s=5, good_run_s=60)
+    assert [backoff.after_run_of(0) for _ in range(4)] == [1, 2, 4, 5]
+    assert backoff.after_run_of(61) == 1
+    assert backoff.after_run_of(0) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (0, "exit status 0"),
+        (3, "exit status 3"),
+        (137, "killed by SIGKILL"),
+        (-9, "killed by SIGKILL"),
+        (255, "exit status 255"),
+    ],
+)
+def test_exit_text(code: int, text: str) -> None:
+    assert exit_text(code) == text
