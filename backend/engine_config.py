@@ -1,10 +1,13 @@
 """Engine settings of one served model: ``model.yaml`` beside it in the model repository."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from shoal.scheduler.errors import RequestError
+from shoal.scheduler.sampling_params import SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -32,6 +35,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
     num_threads: int | None = None  # CPU threads of the worker; None: all cores
+    # Sampling parameters of requests that do not name them, as the model's makers recommend.
+    default_sampling: dict[str, Any] = field(default_factory=dict)
     step_log: str | None = None  # a file that gets one JSON line per engine step
     worker_start_timeout_s: float = 300.0
     worker_stall_timeout_s: float = 60.0  # a step longer than this counts as a hang
@@ -55,6 +60,7 @@ class EngineConfig:
         _check_range("num_threads", self.num_threads, 1, 1024, optional=True)
         _check_range("worker_start_timeout_s", self.worker_start_timeout_s, 1, 86400, whole=False)
         _check_range("worker_stall_timeout_s", self.worker_stall_timeout_s, 1, 86400, whole=False)
+        _check_default_sampling(self.default_sampling)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "max_num_batched_tokens must be at least max_num_seqs "
@@ -91,6 +97,15 @@ class EngineConfig:
             raise ConfigError(f"{path.name} is not valid YAML{where}.") from error
         except ConfigError as error:
             raise ConfigError(f"{path.name}: {error}") from error
+
+
+def _check_default_sampling(values: Any) -> None:
+    if not isinstance(values, dict):
+        raise ConfigError("default_sampling must be a mapping of sampling parameters.")
+    try:
+        SamplingParams.from_dict(values)
+    except RequestError as error:
+        raise ConfigError(f"default_sampling: {error}") from error
 
 
 def _check_range(

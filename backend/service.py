@@ -105,7 +105,11 @@ class Service:
         if loop.ready is None:
             raise ConfigError("the service was stopped while it was starting.")
         self._intake = Intake(
-            text.tokenizer, text.template, loop.ready.max_model_len, loop.ready.vocab_size
+            text.tokenizer,
+            text.template,
+            loop.ready.max_model_len,
+            loop.ready.vocab_size,
+            self._config.default_sampling,
         )
 
     def submit(self, raw: RawRequest, sink: Callable[[Chunk], None]) -> int:

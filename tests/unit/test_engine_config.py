@@ -1,0 +1,62 @@
+"""model.yaml: every bad setting is named, with what is allowed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.backend.engine_config import ConfigError, EngineConfig
+
+
+def test_defaults_need_only_weights() -> None:
+    config = EngineConfig.from_dict({"weights": "some-model"})
+    assert config.weights == "some-model"
+    assert config.dtype == "auto"
+    assert config.default_sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"weights": ""}, "weights"),
+        ({"weights": 3}, "weights"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"device": "abacus"}, "device"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 2.5}, "block_size"),
+        ({"block_size": True}, "block_size"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "max_num_batched_tokens"),
+        ({"num_kv_blocks": 1}, "num_kv_blocks"),
+        ({"worker_stall_timeout_s": float("nan")}, "worker_stall_timeout_s"),
+        ({"step_log": 1}, "step_log"),
+        ({"default_sampling": [1]}, "default_sampling"),
+        ({"default_sampling": {"temperature": 5}}, r"default_sampling.*temperature"),
+        ({"default_sampling": {"heat": 1}}, r"default_sampling.*heat"),
+        ({"unheard_of": 1}, r"unheard_of.*max_num_seqs"),
+    ],
+)
+def test_a_bad_setting_is_named(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EngineConfig.from_dict({"weights": "some-model", **settings})
+
+
+@pytest.mark.parametrize("text", ["", "- a", "weights: [", "7", "weights: x\nweights2: y"])
+def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="model.yaml"):
+        EngineConfig.from_file(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model.yaml"):
+        EngineConfig.from_file(tmp_path / "model.yaml")
+
+
+def test_the_shipped_model_is_sound() -> None:
+    root = Path(__file__).resolve().parents[2] / "model_repository"
+    paths = list(root.glob("*/*/model.yaml"))
+    assert paths
+    for path in paths:
+        assert EngineConfig.from_file(path).weights
