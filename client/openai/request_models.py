@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.client.errors import ShoalError
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default of max_tokens on /v1/completions
 
 # Fields that change nothing at these values; at any other the request is refused, since dropping
 # them silently would give an answer that was not asked for.
@@ -112,12 +111,6 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Any
-
-    def sampling(self) -> dict[str, Any]:
-        values = super().sampling()
-        if not {"max_tokens", "max_completion_tokens"} & set(values):
-            values["max_tokens"] = DEFAULT_COMPLETION_TOKENS
-        return values
 
 
 Body = TypeVar("Body", bound=GenerationBody)

@@ -370,10 +370,10 @@ def test_neutral_values_are_as_if_absent(http: httpx.Client, model: FakeModel) -
     assert model.requests[0].sampling == {}
 
 
-def test_completions_default_to_16_tokens(http: httpx.Client, model: FakeModel) -> None:
+def test_completions_are_not_cut_short_by_default(http: httpx.Client, model: FakeModel) -> None:
     http.post(COMPLETIONS, json=completion(max_tokens=None))
     http.post(COMPLETIONS, json=completion(max_tokens=7))
-    assert [item.sampling["max_tokens"] for item in model.requests] == [16, 7]
+    assert [item.sampling.get("max_tokens") for item in model.requests] == [None, 7]
 
 
 @pytest.mark.parametrize(
