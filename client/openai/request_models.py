@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.client.errors import ShoalError
 
-
 # Fields that change nothing at these values; at any other the request is refused, since dropping
 # them silently would give an answer that was not asked for.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {

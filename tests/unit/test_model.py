@@ -22,7 +22,6 @@ from shoal.backend.service import Service, TextParts  # noqa: E402
 from shoal.backend.text.chat_template import ChatTemplate  # noqa: E402
 
 WAIT_S = 20.0
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class Backend:
@@ -241,8 +240,7 @@ def test_a_cancelled_request_is_closed_and_freed(
     sender.send_delay = 0.01  # so that it cannot finish first
     sender.cancel()
     responses = sender.wait_closed(WAIT_S)
-    if not running:
-        assert responses[-1].error().code() == pb_utils.TritonError.CANCELLED
+    assert running or responses == []
     until(lambda: not backend.workers.last.sequences)
 
 
