@@ -111,8 +111,8 @@ class TritonReply:
     """The response sender of one request, kept to its rules: one final flag, nothing after it.
 
     Asking whether a closed request is cancelled would have the server look at freed memory, so a
-    lock keeps the question and the final send apart. A sender that is kept, even closed, keeps the
-    server from unloading the model, so it is let go at once.
+    lock keeps the question and the final send apart. A sender is let go as soon as it is closed:
+    what the server keeps for its request, and with it the model, lives as long as the sender.
     """
 
     def __init__(self, request: Any, returns: Returns) -> None:

@@ -61,8 +61,9 @@ _REQUESTS = "shoal_requests_total"
 class MetricsPublisher:
     """Copies counts into metric families each second. A fault here never reaches serving.
 
-    Each call on a metric is a round trip to the server, and ``set`` holds the GIL meanwhile, so
-    only values that changed are written, and never from a thread that serves.
+    Each call on a metric is a round trip to the server, so only values that changed are written,
+    and never from a thread that serves. ``set`` holds the GIL meanwhile, for ever when the server
+    dies, so gauges too are moved by ``increment``, which does not.
     """
 
     def __init__(
@@ -120,10 +121,8 @@ class MetricsPublisher:
             self._write(key, number, counter=True)
 
     def _write(self, key: str, value: int, counter: bool) -> None:
-        before = self._published.get(key, 0)
-        if counter and value > before:
-            self._metrics[key].increment(value - before)
-        elif not counter and (value != before or key not in self._published):
-            self._metrics[key].set(value)
+        change = value - self._published.get(key, 0)
         # A counter never goes back, whatever its source does.
-        self._published[key] = max(value, before) if counter else value
+        if change > 0 or (change < 0 and not counter):
+            self._metrics[key].increment(change)
+            self._published[key] = value

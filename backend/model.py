@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Before anything that imports numpy: it brings the numpy that the stub was built for.
 import triton_python_backend_utils as pb_utils
 
 from shoal.backend import codec
@@ -20,6 +21,7 @@ from shoal.backend.chunk import Chunk
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.heartbeat import ControlRequest, HeartbeatThread
 from shoal.backend.metrics import MetricsPublisher
+from shoal.backend.parent_watch import ParentWatch
 from shoal.backend.responder import Responder
 from shoal.backend.service import Service
 from shoal.scheduler.errors import RequestError
@@ -53,6 +55,7 @@ class TritonPythonModel:
         name, version = args["model_name"], args["model_version"]
         _set_up_logging(f"{name}/{version}")
         self._run_dir = _make_run_dir()
+        self._parent_watch = ParentWatch(self._die)
         try:
             _check_instances(args)
             config = EngineConfig.from_file(_version_dir(args) / "model.yaml")
@@ -90,6 +93,7 @@ class TritonPythonModel:
         self._responder.close()
         self._heartbeat.close()
         self._metrics.close()
+        self._parent_watch.close()
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _take(self, request: Any, reply: codec.TritonReply, returns: codec.Returns) -> None:
@@ -103,7 +107,14 @@ class TritonPythonModel:
         seq_id = self._service.submit(raw, stream.post)
         self._responder.watch(stream, lambda: self._service.cancel(seq_id))
 
+    def _die(self) -> None:
+        """The server is dead: threads that wait for its answer would keep this process for ever."""
+        log.error("the server is gone; leaving")
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        os._exit(1)
+
     def _abandon_start(self) -> None:
+        self._parent_watch.close()
         service = getattr(self, "_service", None)
         if service is not None:
             service.stop(0)

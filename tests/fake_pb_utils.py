@@ -116,7 +116,8 @@ class ResponseSender:
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []
         self.num_sends = 0
-        self.closed = False
+        self.closed = False  # the final flag was sent, and nothing is on its way any more
+        self._no_more = False
         self.send_delay = 0.0  # what one round trip costs
         self.fail_sends = 0  # that many sends raise
         self._cancelled = False
@@ -130,25 +131,27 @@ class ResponseSender:
             raise TritonModelException("Inference Response object must be provided")
         if response is not None and not isinstance(response, InferenceResponse):
             raise TypeError("response must be an InferenceResponse")
-        if self.closed:
+        if self._no_more:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
+        # As in the real one: closed by the flag, whether or not the sending then succeeds.
+        self._no_more = flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
         self._enter()
         try:
             time.sleep(self.send_delay)
             if self.fail_sends:
                 self.fail_sends -= 1
                 raise TritonModelException("Failed to send the response.")
-        finally:
-            self._inside.release()
-        with self._changed:
             self.num_sends += 1
             if response is not None:
                 self.responses.append(response)
-            self.closed = flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            self._changed.notify_all()
+        finally:
+            self._inside.release()
+            with self._changed:
+                self.closed = self._no_more
+                self._changed.notify_all()
 
     def is_cancelled(self) -> bool:
-        if self.closed:
+        if self._no_more:
             raise AssertionError("the real server would read freed memory here")
         self._enter()
         self._inside.release()
@@ -216,9 +219,7 @@ class Metric:
         self._value += value
 
     def set(self, value: float) -> None:
-        if self.kind == MetricFamily.COUNTER:
-            raise TritonModelException("a counter cannot be set")
-        self._value = value
+        raise AssertionError("the real one holds the GIL here, for ever if the server dies")
 
     def value(self) -> float:
         return self._value

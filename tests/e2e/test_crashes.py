@@ -76,15 +76,19 @@ async def test_killed_stub_is_seen_and_brought_back(victim: Served) -> None:
     stream = asyncio.create_task(read_openai_stream(victim))
     await until_stepping(victim)
     victim.find_process("triton_python_backend_stub").kill()
-    deadline = time.monotonic() + 10
-    while victim.ready():
-        assert time.monotonic() < deadline, "readiness must follow the heartbeat"
-        await asyncio.sleep(0.1)
+    await asyncio.to_thread(wait_not_ready, victim)
     lines = await asyncio.wait_for(stream, 30)
     assert '"error"' in lines[-1], "an open stream must end with an error, not hang"
     victim.wait_ready(60)
     answer = await generate(victim.grpc_url, MODEL, "The capital of France is", max_tokens=4)
     assert answer.num_output_tokens == 4
+
+
+def wait_not_ready(server: Served) -> None:
+    deadline = time.monotonic() + 10
+    while server.ready():
+        assert time.monotonic() < deadline, "readiness must follow the heartbeat"
+        time.sleep(0.1)
 
 
 async def read_openai_stream(server: Served) -> list[str]:
@@ -98,11 +102,10 @@ async def read_openai_stream(server: Served) -> list[str]:
 
 
 def test_killed_shim_and_tritonserver_are_restarted(victim: Served) -> None:
-    victim.find_process("shoal.client.openai").kill()
-    victim.wait_ready(60)
-    victim.find_process("tritonserver", "--model-repository").kill()
-    time.sleep(1)
-    victim.wait_ready(120)
+    for name in ("shoal.client.openai", "bin/tritonserver"):
+        victim.find_process(name).kill()
+        wait_not_ready(victim)
+        victim.wait_ready(120)
     body = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
     reply = httpx.post(f"{victim.openai_url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200

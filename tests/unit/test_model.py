@@ -370,12 +370,15 @@ def test_a_server_without_metrics_serves_all_the_same(
     backend.model.finalize()
 
 
-def test_counters_never_go_back() -> None:
-    counts = [metrics.ServiceCounts(engine_steps=5), metrics.ServiceCounts(engine_steps=3)]
+def test_gauges_go_back_and_counters_never() -> None:
+    counts = [
+        metrics.ServiceCounts(engine_steps=5, kv_blocks_free=9),
+        metrics.ServiceCounts(engine_steps=3, kv_blocks_free=4),
+    ]
     publisher = metrics.MetricsPublisher(pb_utils, {}, lambda: counts[0], interval_s=3600)
     until(lambda: "shoal_requests_total" in publisher._families)
     publisher._publish()
     counts.pop(0)
     publisher.close()
-    steps = publisher._metrics["shoal_engine_steps_total"]
-    assert steps.value() == 5
+    assert publisher._metrics["shoal_engine_steps_total"].value() == 5
+    assert publisher._metrics["shoal_kv_blocks_free"].value() == 4
