@@ -225,7 +225,8 @@ class Supervisor:
             self.shim = ManagedProcess(self.plan.shim, self.console.child_line)
             await self.shim.start()
             code = await self.shim.wait()
-            if not self._shim_was_ready:
+            # One that gave up on its own would do so again; one that was killed may start well.
+            if not self._shim_was_ready and killed_by(code) is None:
                 raise StartError(self._ended_early(self.shim, code))
             await self._pause(self.shim, code, backoff)
 
@@ -334,13 +335,17 @@ class Supervisor:
         return asyncio.get_running_loop().time()
 
 
+def killed_by(code: int) -> signal.Signals | None:
+    """The signal that ended a process, of its exit code or of the code of a guard above it."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code if code < 0 else code - 128)
+    return None
+
+
 def exit_text(code: int) -> str:
     """``137`` -> ``killed by SIGKILL``."""
-    number = -code if code < 0 else code - 128 if code > 128 else None
-    if number is not None:
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(number).name}"
-    return f"exit status {code}"
+    number = killed_by(code)
+    return f"exit status {code}" if number is None else f"killed by {number.name}"
 
 
 @contextlib.asynccontextmanager
