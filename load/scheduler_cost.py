@@ -19,6 +19,7 @@ from rich.table import Table
 from shoal.load.report import make_console, markdown_table
 from shoal.load.simulation import SimulationConfig, WorkerSettings, default_dispatcher
 from shoal.load.step_cost import StepCost
+from shoal.load.workload import Workload
 from shoal.scheduler.dispatcher import Add, Dispatcher
 from shoal.scheduler.outputs import SampledToken, StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
@@ -117,7 +118,7 @@ def make_dispatcher(policy: str) -> Dispatcher:
     config = SimulationConfig(
         StepCost(0.0, 0.0, 0.0), worker=settings, max_queued_requests=10_000, policy=policy
     )
-    dispatcher = default_dispatcher(config)
+    dispatcher = default_dispatcher(config, Workload("none", "", []))
     dispatcher.worker_ready(1, settings.capacity)
     return dispatcher
 

@@ -21,7 +21,7 @@ from shoal.load.records import SimulationResult
 from shoal.load.report import ReportContext, make_console, print_summary, write_report
 from shoal.load.simulation import Simulation, SimulationConfig, WorkerSettings, saturation_rate
 from shoal.load.step_cost import DEFAULT_FIT, StepCostFit, fit_step_cost, read_step_log
-from shoal.load.workload import Workload
+from shoal.load.workload import Workload, chain
 from shoal.load.workloads import WORKLOADS, WorkloadOptions
 
 PROFILE_LINES = 25
@@ -83,6 +83,9 @@ def run(
     max_retries: Annotated[
         int, typer.Option(help="How often a refused client comes back, after its Retry-After.")
     ] = 0,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Of every request, told to the server.")
+    ] = None,
     fit_file: Annotated[Path, typer.Option("--fit", help="Step cost.")] = DEFAULT_FIT,
     report: Annotated[Path | None, typer.Option(help="Write Markdown and plots there.")] = None,
     profile: Annotated[bool, typer.Option(help="Show where the time went.")] = False,
@@ -112,6 +115,9 @@ def run(
             time_factor=time_factor,
         )
         made = _make(workload, options)
+        for opening in made.requests:
+            for request in chain(opening):
+                request.timeout_s = timeout_s
         simulation = Simulation(made, config)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
@@ -123,7 +129,7 @@ def run(
     console.print(f"simulated in {seconds:.1f} s: {rate:,.0f} requests a minute")
     if report is not None:
         context = ReportContext(
-            f"{made.name} under {policy}", _command(), _facts(config, step_fit, seed)
+            f"{made.name} under {policy}", _command(), _facts(config, step_fit, seed, timeout_s)
         )
         try:
             written = write_report(report, result, summary, context)
@@ -152,7 +158,9 @@ def _command() -> str:
     return "python load/simulate.py " + shlex.join(sys.argv[1:])
 
 
-def _facts(config: SimulationConfig, step_fit: StepCostFit, seed: int) -> list[tuple[str, str]]:
+def _facts(
+    config: SimulationConfig, step_fit: StepCostFit, seed: int, timeout_s: float | None
+) -> list[tuple[str, str]]:
     worker, cost, latencies = config.worker, config.cost, config.latencies
     return [
         ("policy", config.policy),
@@ -164,6 +172,7 @@ def _facts(config: SimulationConfig, step_fit: StepCostFit, seed: int) -> list[t
             f"step, context of {worker.max_model_len}",
         ),
         ("queue", f"{config.max_queued_requests} requests"),
+        ("timeout of a request", "none" if timeout_s is None else f"{timeout_s:g} s"),
         ("retries of a refused client", str(config.max_retries)),
         (
             "latencies",

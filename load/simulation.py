@@ -1,10 +1,11 @@
 """Clients, the real dispatcher and its workers, wired together in virtual time."""
 
+import importlib
 import inspect
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache, partial
 from typing import Any
 
 from shoal.load.records import Outcome, RequestRecord, SimulationResult, TimelineSample
@@ -12,7 +13,7 @@ from shoal.load.service_meter import ServiceMeter
 from shoal.load.simulated_worker import SimulatedWorker, WorkerReport
 from shoal.load.step_cost import StepCost, StepShape
 from shoal.load.virtual_time import EventLoop
-from shoal.load.workload import Request, Workload, segment_tokens
+from shoal.load.workload import Lengths, Request, Workload, chain, segment_tokens
 from shoal.scheduler.block_pool import BlockPool
 from shoal.scheduler.dispatcher import (
     Add,
@@ -102,7 +103,7 @@ class Simulation:
         make_scheduler: Callable[[], Scheduler] | None = None,
     ) -> None:
         self.loop = EventLoop()
-        self.dispatcher = (make_dispatcher or (lambda: default_dispatcher(config)))()
+        self.dispatcher = (make_dispatcher or partial(default_dispatcher, config, workload))()
         self._workload = workload
         self._config = config
         self._latencies = config.latencies
@@ -189,12 +190,14 @@ class Simulation:
         if live is None:
             return  # gave up before intake was done, or between two tries
         try:
-            self._adder.add(seq_id, live.request, self.loop.now)
+            deliveries = self._adder.add(seq_id, live.request, self.loop.now)
         except RequestError as error:
             self._refuse(live, error)
             return
         live.record.accepted = self.loop.now
         self._service.waits(live.request.tenant, self.loop.now)
+        for delivery in deliveries:  # those that had to make way
+            self._deliver(delivery)
         self._poll()
         self._start_ticking()
 
@@ -224,6 +227,8 @@ class Simulation:
         self._poll()
 
     def _poll(self) -> None:
+        for delivery in self._adder.expire(self.loop.now):
+            self._deliver(delivery)
         self._send(self.dispatcher.poll(self.loop.now))
 
     def _send(self, commands: list[Command]) -> None:
@@ -275,11 +280,20 @@ class Simulation:
             record.num_delivered += 1
             self._service.decoded(record.tenant)
         if delivery.finish_reason is FinishReason.ERROR:
-            if record.handed_over is None:
-                self._leave_queue(live)
-            self._end(live, Outcome.FAILED)
+            self._fail(live, delivery.error)
         elif delivery.finish_reason is not None:
             self._end(live, Outcome.FINISHED)
+
+    def _fail(self, live: _Live, error: RequestError | None) -> None:
+        """An error after it was accepted. One that says when to retry is a late refusal."""
+        if live.record.handed_over is None:
+            self._service.stops_waiting(live.request.tenant, self.loop.now)
+            if error is not None and error.retry_after_ms is not None:
+                self._refuse(live, error)
+                return
+        if error is not None:
+            live.record.refusal_code = error.code
+        self._end(live, Outcome.FAILED)
 
     def _end(self, live: _Live, outcome: Outcome) -> None:
         """The one way out of a request; the next turn of its chat follows, or is called off."""
@@ -298,9 +312,9 @@ class Simulation:
         if self._num_left == 0:
             self.loop.stop()
 
-    def _call_off(self, request: Request | None) -> None:
+    def _call_off(self, following: Request) -> None:
         """Record the rest of a chat whose turn got no answer: it is never sent."""
-        while request is not None:
+        for request in chain(following):
             record = RequestRecord(
                 len(self._records),
                 request.tenant,
@@ -313,7 +327,6 @@ class Simulation:
             )
             self._records.append(record)
             self._num_left -= 1
-            request = request.follow_up
 
     def _start_ticking(self) -> None:
         if not self._is_ticking:
@@ -348,28 +361,41 @@ class Simulation:
 
 
 class _Adder:
-    """Calls ``Dispatcher.add`` with what it takes: tenant and tier only where it knows them."""
+    """Uses of a dispatcher what it has: tenants, tiers and timeouts only where it knows them."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._add: Callable[..., Any] = dispatcher.add
+        self._expire: Callable[[float], Iterable[Delivery]] | None
+        self._expire = getattr(dispatcher, "expire", None)
         parameters = inspect.signature(dispatcher.add).parameters
-        self._names = tuple(name for name in ("tenant", "slo_class") if name in parameters)
+        names = ("tenant", "slo_class", "timeout_s")
+        self._names = tuple(name for name in names if name in parameters)
 
-    def add(self, seq_id: int, request: Request, now: float) -> None:
-        """Raises RequestError where the dispatcher does."""
+    def add(self, seq_id: int, request: Request, now: float) -> Iterable[Delivery]:
+        """Raises RequestError where the dispatcher does; returns what it returns."""
         extra = {name: getattr(request, name) for name in self._names}
         sampling = _sampling(request.num_output_tokens)
-        self._add(seq_id, request.prompt_tokens(), sampling, now, **extra)
+        return self._add(seq_id, request.prompt_tokens(), sampling, now, **extra) or ()
+
+    def expire(self, now: float) -> Iterable[Delivery]:
+        """The ends of those whose time is over."""
+        return self._expire(now) if self._expire is not None else ()
 
 
-def default_dispatcher(config: SimulationConfig) -> Dispatcher:
-    """A dispatcher with the policy, if it knows more than one. Raises ValueError if it does not."""
+def default_dispatcher(config: SimulationConfig, workload: Workload) -> Dispatcher:
+    """A dispatcher with the policy, tiers and weights. Raises ValueError on an unknown policy."""
     known = {item.name for item in fields(DispatcherConfig)}
     settings: dict[str, Any] = {"max_queued_requests": config.max_queued_requests}
     if "policy" in known:
         settings["policy"] = config.policy
     elif config.policy != "fcfs":
         raise ValueError(f"policy {config.policy!r} is not known; this dispatcher has fcfs only.")
+    if {"tiers", "tenants"} <= known:
+        tables = importlib.import_module("shoal.scheduler.tiers")
+        tiers = {name: asdict(tier) for name, tier in workload.tiers.items()}
+        weights = {name: {"weight": weight} for name, weight in workload.tenant_weights.items()}
+        settings["tiers"] = tables.TierTable.from_dict(tiers)
+        settings["tenants"] = tables.TenantTable.from_dict(weights)
     return Dispatcher(DispatcherConfig(**settings))
 
 
@@ -378,17 +404,21 @@ def _sampling(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, seed=0)
 
 
-def saturation_rate(config: SimulationConfig, mean_prompt: float, mean_output: float) -> float:
+def saturation_rate(config: SimulationConfig, lengths: Sequence[Lengths]) -> float:
     """Requests per second that the workers finish when always full: an estimate for scaling load.
 
     In the steady state a step holds ``n`` decodes and the prefill of ``n / mean_output`` prompts;
     slots, KV blocks and the token budget each bound ``n``.
     """
     worker, cost = config.worker, config.cost
-    kv_tokens = worker.num_blocks * worker.block_size
+    mean_prompt = sum(item.prompt for item in lengths) / len(lengths)
+    mean_output = sum(item.output for item in lengths) / len(lengths)
+    mean_pairs = sum(item.prompt**2 for item in lengths) / len(lengths) / 2
+    # Each chunk of a prompt reads what came before it.
+    mean_reads = mean_prompt + mean_pairs / worker.max_num_batched_tokens
     num_seqs = min(
         worker.max_num_seqs,
-        kv_tokens / (mean_prompt + mean_output),
+        worker.num_blocks * worker.block_size / (mean_prompt + mean_output),
         worker.max_num_batched_tokens / (1 + mean_prompt / mean_output),
     )
     prompts_per_step = num_seqs / mean_output
@@ -396,8 +426,8 @@ def saturation_rate(config: SimulationConfig, mean_prompt: float, mean_output: f
         prefill_tokens=round(prompts_per_step * mean_prompt),
         decode_seqs=round(num_seqs),
         context_tokens=round(
-            num_seqs * (mean_prompt + mean_output / 2) + prompts_per_step * mean_prompt
+            num_seqs * (mean_prompt + mean_output / 2) + prompts_per_step * mean_reads
         ),
-        prefill_pairs=round(prompts_per_step * mean_prompt**2 / 2),
+        prefill_pairs=round(prompts_per_step * mean_pairs),
     )
     return config.num_workers * prompts_per_step / cost.seconds(shape)

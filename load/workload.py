@@ -1,6 +1,7 @@
 """What a simulated client sends: a prompt made of named pieces, and how many tokens it wants."""
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import shake_128
@@ -24,6 +25,14 @@ def segment_tokens(segment: Segment) -> tuple[int, ...]:
     return struct.unpack(f"<{segment.num_tokens}H", digest)
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of one request, in tokens."""
+
+    prompt: int
+    output: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request of a workload. ``arrival`` of a follow-up counts from the end of the one before.
@@ -37,7 +46,12 @@ class Request:
     tenant: str = DEFAULT_TENANT
     slo_class: str = DEFAULT_SLO_CLASS
     follow_up: "Request | None" = None
-    patience_s: float | None = None  # cancelled when no token has come by then
+    patience_s: float | None = None  # the client goes away when no token has come by then
+    timeout_s: float | None = None  # told to the server: too late after that
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.num_prompt_tokens, self.num_output_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -84,13 +98,11 @@ class Workload:
     @property
     def num_requests(self) -> int:
         """With all follow-ups."""
-        return sum(chain_length(request) for request in self.requests)
+        return sum(1 for request in self.requests for _ in chain(request))
 
 
-def chain_length(request: Request) -> int:
-    """How many requests follow from this one, itself included."""
-    count = 1
-    while request.follow_up is not None:
+def chain(request: Request | None) -> Iterator[Request]:
+    """The request and all that follow from it."""
+    while request is not None:
+        yield request
         request = request.follow_up
-        count += 1
-    return count

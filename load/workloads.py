@@ -6,20 +6,20 @@ Rates are given as a share of what the simulated machine can do: ``load=1`` satu
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.load.trace_replay import azure_conversations, mooncake_conversations
-from shoal.load.workload import Request, Segment, Tier, Workload
+from shoal.load.workload import Lengths, Request, Segment, Tier, Workload
 
-# Requests per second at saturation, given the mean prompt and output lengths in tokens.
-Capacity = Callable[[float, float], float]
+# Requests per second at saturation, given the lengths of all requests.
+Capacity = Callable[[Sequence[Lengths]], float]
 
 MEDIAN_PROMPT, PROMPT_SIGMA, MAX_PROMPT = 96, 0.9, 1500  # log-normal; about Azure's, over 12
 MEDIAN_OUTPUT, OUTPUT_SIGMA, MAX_OUTPUT = 16, 0.8, 256
 NUM_SYSTEM_PROMPTS, SYSTEM_PROMPT_TOKENS = 20, 512
 FLOOD_FACTOR = 10
-LIGHT_LOAD = 0.1
+LIGHT_LOAD = 0.2
 OVERLOAD_FACTOR = 10.0
 TIERS = {
     "interactive": Tier(ttft_ms=5000, tpot_ms=2000, weight=8.0),
@@ -40,12 +40,6 @@ class WorkloadOptions:
     time_factor: float | None = None  # of the traces; None: what gives ``load``
 
 
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    prompt: int
-    output: int
-
-
 class _Draw:
     """The random choices that the generators share."""
 
@@ -54,9 +48,9 @@ class _Draw:
         self._stream = f"{stream}:{seed}"
         self._num_keys = itertools.count()
 
-    def lengths(self) -> _Lengths:
+    def lengths(self) -> Lengths:
         prompt = self.random.lognormvariate(0.0, PROMPT_SIGMA) * MEDIAN_PROMPT
-        return _Lengths(max(4, min(MAX_PROMPT, round(prompt))), self.output_length())
+        return Lengths(max(4, min(MAX_PROMPT, round(prompt))), self.output_length())
 
     def output_length(self) -> int:
         output = self.random.lognormvariate(0.0, OUTPUT_SIGMA) * MEDIAN_OUTPUT
@@ -78,17 +72,14 @@ class _Draw:
         weights = list(itertools.accumulate((rank + 1) ** -exponent for rank in range(num_items)))
         return lambda: self.random.choices(range(num_items), cum_weights=weights)[0]
 
-    def request(self, arrival: float, lengths: _Lengths, *prefix: Segment) -> Request:
+    def request(self, arrival: float, lengths: Lengths, *prefix: Segment) -> Request:
         """A request of the given lengths after a shared prefix."""
         return Request(arrival, (*prefix, self.fresh(lengths.prompt)), self.fresh(lengths.output))
 
 
-def _rate(options: WorkloadOptions, load: float, lengths: Iterable[_Lengths]) -> float:
+def _rate(options: WorkloadOptions, load: float, lengths: Iterable[Lengths]) -> float:
     """Requests per second that give this share of the capacity."""
-    known = list(lengths)
-    mean_prompt = sum(item.prompt for item in known) / len(known)
-    mean_output = sum(item.output for item in known) / len(known)
-    return load * options.capacity(mean_prompt, mean_output)
+    return load * options.capacity(list(lengths))
 
 
 def poisson(options: WorkloadOptions) -> Workload:
@@ -125,13 +116,13 @@ def chat(options: WorkloadOptions) -> Workload:
     load = options.load or 0.6
     system = draw.fresh(64)
     openings: list[Request] = []
-    lengths: list[_Lengths] = []
+    lengths: list[Lengths] = []
     num_left = options.num_requests or 2000
     while num_left > 0:
         num_turns = min(num_left, draw.random.randint(1, 8))
         turns = _turns(draw, system, num_turns)
         openings.append(turns[0])
-        lengths += [_Lengths(turn.num_prompt_tokens, turn.num_output_tokens) for turn in turns]
+        lengths += [turn.lengths for turn in turns]
         num_left -= num_turns
     rate = _rate(options, load, lengths)
     chat_rate = rate * len(openings) / len(lengths)
@@ -166,10 +157,10 @@ def system_prompts(options: WorkloadOptions) -> Workload:
     prompts = [draw.fresh(SYSTEM_PROMPT_TOKENS) for _ in range(NUM_SYSTEM_PROMPTS)]
     choose = draw.zipf(NUM_SYSTEM_PROMPTS)
     lengths = [
-        _Lengths(draw.random.randint(8, 64), draw.output_length())
+        Lengths(draw.random.randint(8, 64), draw.output_length())
         for _ in range(options.num_requests or 1000)
     ]
-    whole = [_Lengths(SYSTEM_PROMPT_TOKENS + item.prompt, item.output) for item in lengths]
+    whole = [Lengths(SYSTEM_PROMPT_TOKENS + item.prompt, item.output) for item in lengths]
     rate = _rate(options, load, whole)
     requests = [
         draw.request(arrival, item, prompts[choose()])
@@ -188,15 +179,15 @@ def scans(options: WorkloadOptions) -> Workload:
     load = options.load or 0.7
     hot = [draw.fresh(draw.random.randint(128, 512)) for _ in range(40)]
     choose = draw.zipf(len(hot))
-    pieces: list[tuple[tuple[Segment, ...], _Lengths]] = []
+    pieces: list[tuple[tuple[Segment, ...], Lengths]] = []
     num_requests = options.num_requests or 2000
     while len(pieces) < num_requests:
         # A sweep of 25 documents in a row, after 75 questions about the popular ones.
         is_sweep = len(pieces) % 100 >= 75
-        question = _Lengths(draw.random.randint(8, 48), draw.output_length())
+        question = Lengths(draw.random.randint(8, 48), draw.output_length())
         document = draw.fresh(512) if is_sweep else hot[choose()]
         pieces.append(((document,), question))
-    rate = _rate(options, load, (_Lengths(p[0].num_tokens + q.prompt, q.output) for p, q in pieces))
+    rate = _rate(options, load, (Lengths(p[0].num_tokens + q.prompt, q.output) for p, q in pieces))
     requests = [
         draw.request(arrival, question, *prefix)
         for arrival, (prefix, question) in zip(draw.poisson(rate), pieces, strict=False)
@@ -213,7 +204,7 @@ def long_documents(options: WorkloadOptions) -> Workload:
     draw = _Draw(options.seed, "long_documents")
     load = options.load or 0.7
     lengths = [
-        _Lengths(draw.random.randint(2000, 6000), draw.output_length())
+        Lengths(draw.random.randint(2000, 6000), draw.output_length())
         if draw.random.random() < 0.1
         else draw.lengths()
         for _ in range(options.num_requests or 1000)
@@ -311,7 +302,7 @@ def _replay(name: str, source: str, requests: list[Request], options: WorkloadOp
     span = requests[-1].arrival - requests[0].arrival or 1.0
     factor = options.time_factor
     own_rate = len(requests) / span
-    lengths = [_Lengths(r.num_prompt_tokens, r.num_output_tokens) for r in requests]
+    lengths = [request.lengths for request in requests]
     if factor is None:
         factor = own_rate / _rate(options, options.load or 0.7, lengths)
     for request in requests:
