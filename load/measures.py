@@ -35,6 +35,7 @@ class GroupSummary:
     name: str
     num_requests: int
     outcomes: dict[Outcome, int]
+    queued: Percentiles | None  # of the TTFT: in the dispatcher's queue
     ttft: Percentiles | None
     tpot: Percentiles | None
     e2e: Percentiles | None
@@ -143,6 +144,7 @@ def _group(name: str, records: Sequence[RequestRecord], tiers: dict[str, Tier]) 
         name=name,
         num_requests=len(records),
         outcomes=outcomes,
+        queued=Percentiles.of(record.queued for record in finished),
         ttft=Percentiles.of(record.ttft for record in finished),
         tpot=Percentiles.of(record.tpot for record in finished),
         e2e=Percentiles.of(record.e2e for record in finished),

@@ -38,6 +38,13 @@ class RequestRecord:
     would_be_accepted: float | None = None  # had the refused ones formed a line at the queue's door
 
     @property
+    def queued(self) -> float | None:
+        """Time in the dispatcher's queue, seconds."""
+        if self.handed_over is None or self.accepted is None:
+            return None
+        return self.handed_over - self.accepted
+
+    @property
     def ttft(self) -> float | None:
         """Time to first token, seconds."""
         return None if self.first_token is None else self.first_token - self.arrival

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MIN_WIDTH = 150  # columns of the terminal
+MIN_WIDTH = 170  # columns of the terminal
 _GROUP_COLUMNS = (
     "group",
     "requests",
     "finished",
     "refused",
     "other",
+    "queued p50 / p95, s",
     "TTFT p50 / p95 / p99, s",
     "TPOT p50 / p95, ms",
     "E2E p50 / p95, s",
@@ -110,7 +111,8 @@ def _markdown(
             f"{name}: TTFT {tier.ttft_ms:g} ms, TPOT {tier.tpot_ms:g} ms"
             for name, tier in result.workload.tiers.items()
         )
-        + "). Times are those of finished requests, as the client sees them.",
+        + "). Times are those of finished requests, as the client sees them; *queued* is the "
+        "part of the TTFT before a worker got the request.",
         "",
         "## The whole",
         "",
@@ -150,6 +152,7 @@ def _group_row(group: GroupSummary, label: str) -> tuple[str, ...]:
         f"{num_finished:,}",
         f"{num_refused:,}",
         f"{group.num_requests - num_finished - num_refused:,}",
+        _times(group.queued, ("p50", "p95"), 1, 2),
         _times(group.ttft, ("p50", "p95", "p99"), 1, 2),
         _times(group.tpot, ("p50", "p95"), 1000, 0),
         _times(group.e2e, ("p50", "p95"), 1, 2),
@@ -170,7 +173,10 @@ def _total_rows(summary: Summary) -> list[tuple[str, str]]:
         ("finished", f"{summary.requests_per_s:.2f} requests/s"),
         ("goodput", f"{summary.good_per_s:.2f} requests/s"),
         ("output", f"{summary.output_tokens_per_s:,.1f} tokens/s"),
-        ("utilisation of the workers", ", ".join(f"{u:.1%}" for u in summary.utilisation)),
+        (
+            "time in steps, by worker",
+            ", ".join(f"{u:.1%}" for u in summary.utilisation),
+        ),
         ("sequences in a step, mean", f"{summary.mean_batch:.1f} over {summary.num_steps:,} steps"),
         ("KV blocks in use, mean", f"{summary.mean_kv_usage:.1%}"),
         ("preemptions", f"{summary.num_preemptions:,}"),

@@ -36,7 +36,8 @@ from shoal.load.step_cost import (
 from shoal.load.virtual_time import EventLoop
 from shoal.load.workload import Request, Segment, Tier, Workload, segment_tokens
 from shoal.load.workloads import WORKLOADS, WorkloadOptions
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Delivery, Dispatcher, DispatcherConfig
+from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sampling_params import SamplingParams
 
 COST = StepCost(base=0.02, per_prefill_token=0.001, per_decode_seq=0.002)
@@ -225,6 +226,42 @@ def test_tenant_and_tier_reach_a_dispatcher_that_takes_them() -> None:
         make_dispatcher=lambda: TenantDispatcher(DispatcherConfig(max_queued_requests=8)),
     ).run()
     assert taken == [("acme", "batch")]
+
+
+class ImpatientDispatcher(Dispatcher):
+    """Ends what was queued for 0.2 s."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(DispatcherConfig(max_queued_requests=8))
+        self._error = error
+
+    def expire(self, now: float) -> list[Delivery]:
+        late = [
+            s for s in self._sequences.values() if s.worker_id is None and now > s.arrival + 0.2
+        ]
+        return [self._fail(sequence, self._error) for sequence in late]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (RequestError("Too late.", code="timeout", status=504), Outcome.FAILED),
+        (RequestError("Shed.", code="shed", status=429, retry_after_ms=100), Outcome.REFUSED),
+    ],
+)
+def test_what_a_dispatcher_ends_in_its_queue(error: RequestError, outcome: Outcome) -> None:
+    config = replace(CONFIG, worker=WorkerSettings(max_num_seqs=1))
+    requests = [make_request(0.0, 8, 100, name="long"), make_request(0.0, 8, 1, name="short")]
+    simulation = Simulation(
+        Workload("expire", "", requests),
+        config,
+        make_dispatcher=lambda: ImpatientDispatcher(error),
+    )
+    long, short = simulation.run().records
+    assert long.outcome is Outcome.FINISHED
+    assert (short.outcome, short.refusal_code) == (outcome, error.code)
+    # The dispatcher is asked at least every 50 ms while something is queued.
+    assert 0.2 < short.ended - short.accepted < 0.26
 
 
 def test_an_unknown_policy_is_refused() -> None:
@@ -431,6 +468,6 @@ def test_the_command_prints_the_tables() -> None:
     shown = CliRunner().invoke(app, ["run", "overload", "--requests", "300", "--seed", "1"])
     assert shown.exit_code == 0
     assert "goodput" in shown.stdout
-    assert "utilisation" in shown.stdout
+    assert "time in steps" in shown.stdout
     unknown = CliRunner().invoke(app, ["run", "nonsense"])
     assert unknown.exit_code == 1
