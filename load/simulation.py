@@ -107,7 +107,7 @@ class Simulation:
         self._workload = workload
         self._config = config
         self._latencies = config.latencies
-        self._adder = _Adder(self.dispatcher)
+        self._calls = _DispatcherCalls(self.dispatcher)
         self._arrivals = iter(workload.requests)
         self._num_left = workload.num_requests
         self._live: dict[int, _Live] = {}
@@ -190,7 +190,7 @@ class Simulation:
         if live is None:
             return  # gave up before intake was done, or between two tries
         try:
-            deliveries = self._adder.add(seq_id, live.request, self.loop.now)
+            deliveries = self._calls.add(seq_id, live.request, self.loop.now)
         except RequestError as error:
             self._refuse(live, error)
             return
@@ -227,7 +227,7 @@ class Simulation:
         self._poll()
 
     def _poll(self) -> None:
-        for delivery in self._adder.expire(self.loop.now):
+        for delivery in self._calls.expire(self.loop.now):
             self._deliver(delivery)
         self._send(self.dispatcher.poll(self.loop.now))
 
@@ -289,6 +289,7 @@ class Simulation:
         if live.record.handed_over is None:
             self._service.stops_waiting(live.request.tenant, self.loop.now)
             if error is not None and error.retry_after_ms is not None:
+                live.record.accepted = None
                 self._refuse(live, error)
                 return
         if error is not None:
@@ -360,8 +361,8 @@ class Simulation:
         return live.tokens[output_index] if live is not None else 0
 
 
-class _Adder:
-    """Uses of a dispatcher what it has: tenants, tiers and timeouts only where it knows them."""
+class _DispatcherCalls:
+    """Calls a dispatcher with tenants, tiers and timeouts only where it knows them."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._add: Callable[..., Any] = dispatcher.add

@@ -261,7 +261,21 @@ def test_what_a_dispatcher_ends_in_its_queue(error: RequestError, outcome: Outco
     assert long.outcome is Outcome.FINISHED
     assert (short.outcome, short.refusal_code) == (outcome, error.code)
     # The dispatcher is asked at least every 50 ms while something is queued.
-    assert 0.2 < short.ended - short.accepted < 0.26
+    assert 0.2 < short.ended - short.arrival < 0.26
+
+
+def test_a_client_that_was_shed_may_come_back_and_then_lose_patience() -> None:
+    config = replace(CONFIG, worker=WorkerSettings(max_num_seqs=1), max_retries=100)
+    error = RequestError("Shed.", code="shed", status=429, retry_after_ms=100)
+    requests = [make_request(0.0, 8, 100, name=str(number)) for number in range(2)]
+    requests[1].patience_s = 0.3  # while it waits to come back for the first time
+    simulation = Simulation(
+        Workload("shed", "", requests),
+        config,
+        make_dispatcher=lambda: ImpatientDispatcher(error),
+    )
+    _, hasty = simulation.run().records
+    assert (hasty.outcome, hasty.num_refusals) == (Outcome.CANCELLED, 1)
 
 
 def test_an_unknown_policy_is_refused() -> None:
