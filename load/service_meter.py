@@ -34,6 +34,7 @@ class ServiceMeter:
 
     def stops_waiting(self, tenant: str, now: float) -> None:
         """A request of the tenant leaves the queue, in whatever way."""
+        assert self._num_queued[tenant] > 0, f"tenant {tenant} has nothing queued"
         if self._num_queued[tenant] == 1 and self.is_contended:
             self.contended_s += now - self._since
         self._num_queued[tenant] -= 1
