@@ -24,9 +24,9 @@ lint: $(VENV)/.installed-dev
 # mypy cannot follow the editable install's import hook, so it is shown the same packages by links.
 typecheck: $(VENV)/.installed-dev
 	@mkdir -p build/typecheck/shoal
-	@for folder in scheduler kernels backend client; do \
+	@for folder in scheduler kernels backend client load; do \
 	  ln -sfn ../../../$$folder build/typecheck/shoal/$$folder; done
-	cd build/typecheck && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p shoal.scheduler
+	cd build/typecheck && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p shoal.scheduler -p shoal.load
 
 wheel-check: $(VENV)/.installed-dev
 	PYTHONSAFEPATH=1 $(BIN)/python .ci/check_wheel.py
