@@ -76,10 +76,8 @@ class Plan : public PlanBase {
     {
       const int num_threads = omp_get_num_threads();
       auto& scratch = *scratch_[omp_get_thread_num()];
-      for (size_t i = 0; i < ops_.size(); i++) {
-        if (i) team.barrier(num_threads);
+      for (size_t i = 0; i < ops_.size(); i++)
         run_op(team, i, num_threads, step, batch, tasks, scratch);
-      }
     }
   }
 
