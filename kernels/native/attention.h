@@ -190,6 +190,15 @@ void attend(const AttentionTask& task, const Batch& batch, const HeadShape& head
     return (task.first_row + row / group) * heads.query_width() +
            (task.kv_head * group + row % group) * dim;
   };
+  // Calls body(i, slot) for `count` positions from `start` on; divisions are slow.
+  const auto find_slots = [&](int64_t start, int64_t count, auto body) {
+    for (int64_t i = 0; i < count;) {
+      const int64_t position = start + i, offset = position % batch.block_size;
+      const int64_t first_slot = blocks[position / batch.block_size] * batch.block_size + offset;
+      const int64_t in_block = std::min(count - i, batch.block_size - offset);
+      for (int64_t j = 0; j < in_block; j++, i++) body(i, first_slot + j);
+    }
+  };
   for (int64_t row = 0; row < num_rows; row++)
     std::memcpy(&scratch.queries[row * dim], query + head_of(row), dim * sizeof(T));
   std::fill_n(scratch.sums.begin(), num_rows * width, 0.0f);
@@ -200,14 +209,19 @@ void attend(const AttentionTask& task, const Batch& batch, const HeadShape& head
     const int64_t count = std::min(kSpan, end - start);
     const T* keys[kSpan];
     const T* values[kSpan];
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t position = start + i;
-      const int64_t slot =
-          blocks[position / batch.block_size] * batch.block_size + position % batch.block_size;
+    find_slots(start, count, [&](int64_t i, int64_t slot) {
       const int64_t at = (slot * heads.num_kv_heads + task.kv_head) * dim;
       keys[i] = key_cache + at;
       values[i] = value_cache + at;
-    }
+    });
+    // The next span is scattered over the cache: no hardware sees it coming.
+    find_slots(start + kSpan, std::min(kSpan, end - start - kSpan), [&](int64_t, int64_t slot) {
+      const int64_t at = (slot * heads.num_kv_heads + task.kv_head) * dim;
+      for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) {
+        __builtin_prefetch(key_cache + at + i);
+        __builtin_prefetch(value_cache + at + i);
+      }
+    });
     // Rows whose own position lies before this span are done.
     const int64_t first = std::max<int64_t>(0, start - task.first_position) * group;
     const int64_t num_panels = (count + kPanel - 1) / kPanel;
