@@ -1,5 +1,6 @@
 """From settings to an engine that is ready to step."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,17 +12,23 @@ from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_sizing import KVSize, size_kv_cache
 from shoal.backend.machine import available_memory, num_usable_cpus
 from shoal.backend.messages import WorkerReady
-from shoal.backend.model_runner import ModelRunner
+from shoal.backend.model_runner import Model, ModelRunner
+from shoal.backend.models.llama import LlamaForCausalLM
 from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.native_llama import NativeLlama
 from shoal.backend.step_log import StepLog
-from shoal.backend.weights.catalogue import resolve_weights
+from shoal.backend.weights.catalogue import kernels_dir, resolve_weights
 from shoal.backend.weights.loader import load_model
+from shoal.kernels.native_build import NativeBuildError
+from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.scheduler.block_pool import BlockPool
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import ScheduledSequence, SchedulerOutput
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 # Called with a phase, and bytes done and in all (0 where a phase has none).
 Progress = Callable[[str, int, int], None]
@@ -36,10 +43,12 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
     step_log = StepLog(Path(config.step_log)) if config.step_log else None
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype)
+    native = choose_kernels(config.kernels, device, progress)
     loaded = load_model(resolve_weights(config.weights), dtype, device, progress)
+    model = _on_kernels(loaded.model, native, progress)
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
-    runner = ModelRunner(loaded.model, kv_cache, device)
+    runner = ModelRunner(model, kv_cache, device)
     progress("first step", 0, 0)
     _run_first_step(runner)
     ready = WorkerReady(
@@ -51,6 +60,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
         eos_token_ids=list(loaded.config.eos_token_ids),
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
+        kernels="native" if native else "reference",
     )
     return Engine(_make_scheduler(config, size), runner, _limits(ready), step_log), ready
 
@@ -73,6 +83,35 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str) -> torch.dtype:
     """``auto``: float32, in which a batch of any size rounds least and text is the most stable."""
     return {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def choose_kernels(name: str, device: torch.device, progress: Progress) -> NativeLibrary | None:
+    """The native kernels, or None for the reference. Raises ConfigError where ``native`` was asked
+    for and cannot be had; with ``auto`` the log says why not."""
+    if name == "reference" or (name == "auto" and device.type != "cpu"):
+        return None
+    if device.type != "cpu":
+        raise ConfigError(f"kernels: native runs on the CPU only, not on {device.type}.")
+    try:
+        library = load_native(kernels_dir(), lambda phase: progress(phase, 0, 0))
+    except NativeBuildError as error:
+        if name == "native":
+            raise ConfigError(f"kernels: native cannot be had: {error}.") from error
+        logger.warning(
+            "The torch reference computes instead of the native kernels: it is slower, and a text "
+            "can depend on what else runs. Reason: %s.",
+            error,
+        )
+        return None
+    logger.info("native kernels: %s", library.instructions)
+    return library
+
+
+def _on_kernels(model: LlamaForCausalLM, native: NativeLibrary | None, progress: Progress) -> Model:
+    if native is None:
+        return model
+    progress("packing weights", 0, 0)
+    return NativeLlama(model, native)
 
 
 def _make_kv_cache(

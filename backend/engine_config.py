@@ -10,6 +10,7 @@ from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sampling_params import SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16")
+KERNELS = ("auto", "reference", "native")
 
 
 class ConfigError(ValueError):
@@ -22,11 +23,16 @@ class EngineConfig:
 
     ``weights`` is a name in the catalogue (see ``shoal models``), a GGUF file or a folder with
     ``config.json`` and safetensors. Lengths are in tokens, sizes in MiB, times in seconds.
+
+    ``kernels`` chooses who computes. native: kernels compiled for this CPU, with which a text does
+    not depend on what else runs; reference: torch, equal to transformers bit for bit; auto: native
+    where that is possible, else the reference with a notice in the log.
     """
 
     weights: str
     dtype: str = "auto"
     device: str = "auto"
+    kernels: str = "auto"
     max_model_len: int | None = None  # None: the model's own context, or what the KV pool holds
     block_size: int = 16
     kv_cache_mib: int = 1024
@@ -48,6 +54,8 @@ class EngineConfig:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}.")
         if self.device not in ("auto", "cpu", "cuda", "mps"):
             raise ConfigError("device must be one of auto, cpu, cuda, mps.")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}.")
         if self.step_log is not None and not isinstance(self.step_log, str):
             raise ConfigError("step_log must be a file name.")
         _check_range("max_model_len", self.max_model_len, 16, 2**24, optional=True)

@@ -50,6 +50,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int]
     dtype: str
     device: str
+    kernels: str = "reference"
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

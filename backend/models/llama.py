@@ -1,6 +1,8 @@
 """Llama and its look-alikes (SmolLM2 is one): the forward pass of a flat batch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -50,6 +52,15 @@ class LlamaLayer:
     mlp: GatedMLP
 
 
+class LlamaEnds(NamedTuple):
+    """What is there once, before and after the layers."""
+
+    embed_tokens: torch.Tensor  # [vocab_size, hidden_size]
+    lm_head: torch.Tensor  # [vocab_size, hidden_size]; the same object where weights are tied
+    norm: RMSNorm
+    inv_freq: torch.Tensor  # float32 [head_dim / 2]
+
+
 class LlamaForCausalLM:
     """The model with its weights, for inference. ``forward`` mutates nothing but the cache."""
 
@@ -85,6 +96,19 @@ class LlamaForCausalLM:
             layer = _layer_shapes(config)
             shapes.update({f"model.layers.{idx}.{name}": shape for name, shape in layer.items()})
         return shapes
+
+    def take_ends(self) -> LlamaEnds:
+        """Give away all but the layers, for another form of this model, so that no weight is held
+        twice. ``forward`` cannot run afterwards."""
+        ends = LlamaEnds(self._embed_tokens, self._lm_head, self._norm, self._inv_freq)
+        del self._embed_tokens, self._lm_head, self._norm, self._inv_freq
+        return ends
+
+    def take_layers(self) -> Iterator[LlamaLayer]:
+        """Give away the layers in order, each forgotten as the next one is asked for."""
+        self._layers.reverse()
+        while self._layers:
+            yield self._layers.pop()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor:

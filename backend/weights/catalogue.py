@@ -67,6 +67,11 @@ def cache_dir() -> Path:
     return base / "shoal"
 
 
+def kernels_dir(cache_root: Path | None = None) -> Path:
+    """Where the compiled CPU kernels are kept. Need not exist yet."""
+    return (cache_root or cache_dir()) / "kernels"
+
+
 def resolve_weights(name_or_path: str, cache_root: Path | None = None) -> Path:
     """The GGUF file or checkpoint folder meant by a catalogue name or a path.
 

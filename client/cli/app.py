@@ -144,9 +144,13 @@ def pull(
     ] = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Fetch the Triton runtime and models into the cache. What is there already is kept."""
+    """Fetch the Triton runtime and models into the cache, and compile the CPU kernels.
+
+    What is there already is kept.
+    """
     from shoal.backend.weights.catalogue import DEFAULT_MODEL
     from shoal.client.cli.fetch import fetch_model
+    from shoal.client.cli.kernels import prepare_kernels
     from shoal.client.cli.progress import Reporter
     from shoal.client.cli.runtime import prepare_runtime
     from shoal.client.cli.settings import load_settings
@@ -157,6 +161,7 @@ def pull(
         typer.echo(f"{name}: {fetch_model(name, root, reporter)}")
     runtime = prepare_runtime(root, reporter)
     typer.echo(f"tritonserver ({runtime.source}): {runtime.server}")
+    typer.echo(f"CPU kernels: {prepare_kernels(root, reporter)}")
 
 
 @app.command()

@@ -1,0 +1,134 @@
+"""Llama on the native CPU kernels: the same model as ``llama.py``, run as one planned call."""
+
+import ctypes
+
+import torch
+
+from shoal.backend.forward_batch import ForwardBatch
+from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.models.layers import Linear
+from shoal.backend.models.llama import LlamaForCausalLM, LlamaLayer
+from shoal.backend.models.model_config import ModelConfig
+from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear, pointer
+from shoal.kernels.native_plan import NativePlan, PlanBuilder, StepArguments
+
+
+class NativeLlama:
+    """Batch-invariant: a sequence's logits have the same bits whatever runs beside it, and whether
+    its tokens came at once, in chunks, one by one or again after a preemption."""
+
+    def __init__(self, model: LlamaForCausalLM, library: NativeLibrary) -> None:
+        """Take the weights out of ``model``, layer by layer, which cannot run afterwards."""
+        self.config = model.config
+        self.dtype = model.dtype
+        self.device = torch.device("cpu")
+        self._plan = _build_plan(model, library)
+        self._caches = _CachePointers()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor:
+        """Run the batch, writing its keys and values to ``kv``.
+
+        Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``.
+        """
+        _check_ids(batch.input_ids, self.config)
+        num_samples = len(batch.logits_indices)
+        logits = torch.empty(num_samples, self.config.vocab_size)
+        lens = torch.tensor([batch.query_lens, batch.context_lens], dtype=torch.int64)
+        self._caches.update(kv, self.dtype)
+        num_seqs, max_blocks = batch.block_tables.shape
+        arguments = StepArguments(
+            num_tokens=len(batch.input_ids),
+            num_seqs=num_seqs,
+            num_samples=num_samples,
+            max_blocks=max_blocks,
+            block_size=kv.block_size,
+            num_threads=torch.get_num_threads(),
+            input_ids=pointer(batch.input_ids, torch.int64),
+            positions=pointer(batch.positions, torch.int64),
+            slot_mapping=pointer(batch.slot_mapping, torch.int64),
+            block_tables=pointer(batch.block_tables, torch.int64),
+            query_lens=pointer(lens[0]),
+            context_lens=pointer(lens[1]),
+            logits_indices=pointer(batch.logits_indices, torch.int64),
+            key_caches=self._caches.keys,
+            value_caches=self._caches.values,
+            logits=pointer(logits),
+        )
+        self._plan.run(arguments)
+        return logits
+
+
+class _CachePointers:
+    """Addresses of each layer's keys and values, gathered once a cache."""
+
+    def __init__(self) -> None:
+        self._cache: PagedKVCache | None = None
+        self.keys = 0
+        self.values = 0
+
+    def update(self, kv: PagedKVCache, dtype: torch.dtype) -> None:
+        if self._cache is kv:
+            return
+        layers = range(kv.num_layers)
+        array = ctypes.c_void_p * kv.num_layers
+        self._key_array = array(*(pointer(kv.keys(idx), dtype) for idx in layers))
+        self._value_array = array(*(pointer(kv.values(idx), dtype) for idx in layers))
+        self.keys = ctypes.addressof(self._key_array)
+        self.values = ctypes.addressof(self._value_array)
+        self._cache = kv
+
+
+def _check_ids(input_ids: torch.Tensor, config: ModelConfig) -> None:
+    """As torch's embedding does; the kernels would read beyond the weight."""
+    low, high = input_ids.aminmax()
+    if int(low) < 0 or int(high) >= config.vocab_size:
+        raise IndexError(f"token ids must be in [0, {config.vocab_size - 1}]")
+
+
+def _build_plan(model: LlamaForCausalLM, library: NativeLibrary) -> NativePlan:
+    config = model.config
+    plan = PlanBuilder(library, model.dtype, config.num_heads, config.num_kv_heads, config.head_dim)
+    embedding, lm_head, norm, inv_freq = model.take_ends()
+    packed_head = library.pack_linear(lm_head)
+    tied = embedding is lm_head
+    del lm_head
+    hidden = plan.buffer(config.hidden_size, torch.float32)
+    angles = plan.buffer(config.head_dim, torch.float32)
+    normed = plan.buffer(config.hidden_size)
+    query_width = config.num_heads * config.head_dim
+    key_width = config.num_kv_heads * config.head_dim
+    qkv = plan.buffer(query_width + 2 * key_width, torch.float32)
+    query = plan.buffer(query_width)
+    attended = plan.buffer(query_width)
+    gated = plan.buffer(config.intermediate_size)
+
+    plan.embed(packed_head if tied else embedding, out=hidden)
+    del embedding
+    plan.rotary_angles(inv_freq, out=angles)
+    for idx, layer in enumerate(model.take_layers()):
+        attention, mlp = layer.attention, layer.mlp
+        plan.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps, out=normed)
+        plan.linear(normed, _pack_qkv(library, layer), out=qkv)
+        plan.rotate_and_write(qkv, angles, idx, out=query)
+        plan.attention(query, idx, config.head_dim**-0.5, out=attended)
+        plan.linear(attended, _pack(library, attention.o_proj), hidden, Epilogue.ADD)
+        plan.rms_norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, out=normed)
+        gate_up = library.pack_gated(mlp.gate.weight, mlp.up.weight, mlp.gate.bias, mlp.up.bias)
+        plan.linear(normed, gate_up, gated, Epilogue.SILU_MUL)
+        plan.linear(gated, _pack(library, mlp.down), hidden, Epilogue.ADD)
+    plan.select_norm(hidden, norm.weight, norm.eps, out=normed)
+    plan.logits(normed, packed_head)
+    return plan.build()
+
+
+def _pack(library: NativeLibrary, linear: Linear) -> PackedLinear:
+    return library.pack_linear(linear.weight, linear.bias)
+
+
+def _pack_qkv(library: NativeLibrary, layer: LlamaLayer) -> PackedLinear:
+    """Queries, keys and values as one product."""
+    parts = (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
+    biases = [part.bias for part in parts if part.bias is not None]
+    weight = torch.cat([part.weight for part in parts])
+    return library.pack_linear(weight, torch.cat(biases) if biases else None)

@@ -1,0 +1,99 @@
+// Products with packed weights, and what is done to each tile before it leaves the registers.
+#pragma once
+
+#include "team.h"
+#include "tile.h"
+
+namespace shoal {
+
+enum class Epilogue : int32_t {
+  kStore = 0,    // out = sum + bias
+  kAdd = 1,      // out += sum + bias: the residual connection
+  kSiluMul = 2,  // out = silu(gate) * up; a panel holds 16 columns of gate, then the same 16 of up
+};
+
+struct Linear {
+  const void* weight;  // packed panels
+  const float* bias;   // [n], in the order of the panels' columns, or null
+  int64_t n;           // columns that the panels hold: with kSiluMul twice those of the output
+  int64_t k;
+};
+
+template <class T>
+void pack(const T* source, T* target, int64_t n, int64_t k) {
+  const int64_t num_panels = (n + kPanel - 1) / kPanel;
+  constexpr int64_t group = 4 / sizeof(T);  // k values that lie side by side
+  constexpr int64_t kBlock = 64;            // of k, so that what is being written stays in cache
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < num_panels; panel++) {
+    T* out = target + panel * panel_elements<T>(k);
+    for (int64_t start = 0; start < padded_k(k, T{}); start += kBlock)
+      for (int64_t column = 0; column < kPanel; column++) {
+        const int64_t row = panel * kPanel + column;
+        for (int64_t i = start; i < std::min(start + kBlock, padded_k(k, T{})); i++)
+          out[(i / group * kPanel + column) * group + i % group] =
+              row < n && i < k ? source[row * k + i] : T{};
+      }
+  }
+}
+
+inline Vec silu(Vec x) { return x / (splat(1.0f) + exponential(-x)); }
+
+constexpr int kHalfPanel = kPanel / 2;
+
+template <class T>
+inline void store_silu_mul(const float* row, const float* bias, T* out, int64_t columns) {
+  float values[kHalfPanel];
+  for (int i = 0; i < kHalfPanel; i += kLanes) {
+    Vec gate = load(row + i), up = load(row + kHalfPanel + i);
+    if (bias) {
+      gate += load(bias + i);
+      up += load(bias + kHalfPanel + i);
+    }
+    store(values + i, silu(gate) * up);
+  }
+  for (int64_t i = 0; i < columns; i++) assign(out[i], values[i]);
+}
+
+inline void store_sum(const float* row, const float* bias, float* out, int64_t columns, bool add) {
+  for (int64_t i = 0; i < columns; i++) {
+    const float sum = bias ? row[i] + bias[i] : row[i];
+    out[i] = add ? out[i] + sum : sum;
+  }
+}
+
+// a [num_rows, k] of T. out: float [num_rows, n], with kSiluMul T [num_rows, n / 2 (out_width)].
+template <class T>
+void linear(Team& team, int64_t operation, int num_threads, const Linear& op, Epilogue epilogue,
+            const T* a, int64_t num_rows, void* out, int64_t out_width) {
+  constexpr int64_t block_rows = 16 * kTileRows;  // whose states stay in the second-level cache
+  const int64_t num_panels = (op.n + kPanel - 1) / kPanel;
+  const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
+  const int64_t grain = std::max<int64_t>(1, num_panels * num_blocks / (num_threads * 12));
+  team.share(operation, num_panels * num_blocks, grain, [&](int64_t task) {
+    const int64_t panel = task % num_panels, block = task / num_panels;
+    const int64_t first = num_rows * block / num_blocks;
+    const int64_t count = num_rows * (block + 1) / num_blocks - first;
+    const T* weight = static_cast<const T*>(op.weight) + panel * panel_elements<T>(op.k);
+    const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
+    alignas(64) float sums[kTileRows * kPanel];
+    for_tiles(count, [&](int64_t begin, int rows) {
+      begin += first;
+      tile<T>(rows, a + begin * op.k, op.k, weight, op.k, sums, kPanel, false);
+      for (int row = 0; row < rows; row++) {
+        const int64_t to = (begin + row) * out_width;
+        if (epilogue == Epilogue::kSiluMul) {
+          const int64_t column = panel * kHalfPanel;
+          store_silu_mul(sums + row * kPanel, bias, static_cast<T*>(out) + to + column,
+                         std::min<int64_t>(kHalfPanel, out_width - column));
+        } else {
+          const int64_t column = panel * kPanel;
+          store_sum(sums + row * kPanel, bias, static_cast<float*>(out) + to + column,
+                    std::min<int64_t>(kPanel, out_width - column), epilogue == Epilogue::kAdd);
+        }
+      }
+    });
+  });
+}
+
+}  // namespace shoal

@@ -1,0 +1,120 @@
+// The register tile that all products are made of.
+//
+// A weight is packed in panels of 32 columns (output features). Within a panel k (the input
+// feature) runs slowest: float32 as [k][32], bfloat16 as [k / 2][32][2], an odd k padded with 0.
+// Each output element is one accumulator that goes through k in ascending order, alone: neither
+// the number of rows nor a row's place among them can change its bits.
+#pragma once
+
+#include "vec.h"
+
+namespace shoal {
+
+constexpr int kPanel = 32;
+constexpr int kVecs = kPanel / kLanes;
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;  // 24 accumulators of 32 registers
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kTileRows = 3;  // 12 of 16
+#elif defined(__aarch64__)
+constexpr int kTileRows = 3;  // 24 of 32
+#else
+constexpr int kTileRows = 1;
+#endif
+constexpr int kPrefetchBytes = 2048;
+
+inline int64_t padded_k(int64_t k, float) { return k; }
+inline int64_t padded_k(int64_t k, BFloat16) { return (k + 1) / 2 * 2; }
+
+template <class T>
+int64_t panel_elements(int64_t k) {
+  return padded_k(k, T{}) * kPanel;
+}
+
+// out[row][0..32) = (accumulate ? out : 0) + a[row][0..k) * panel
+template <int kRows>
+inline void tile_rows(const float* a, int64_t a_stride, const float* panel, int64_t k, float* out,
+                      int64_t out_stride, bool accumulate) {
+  Vec sums[kRows][kVecs];
+  for (int row = 0; row < kRows; row++)
+    for (int v = 0; v < kVecs; v++)
+      sums[row][v] = accumulate ? load(out + row * out_stride + v * kLanes) : Vec{};
+  for (int64_t i = 0; i < k; i++) {
+    Vec weights[kVecs];
+    for (int v = 0; v < kVecs; v++) weights[v] = load(panel + i * kPanel + v * kLanes);
+    __builtin_prefetch(panel + i * kPanel + kPrefetchBytes / 4);
+    __builtin_prefetch(panel + i * kPanel + kPrefetchBytes / 4 + 16);
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; row++) {
+      const Vec state = splat(a[row * a_stride + i]);
+      for (int v = 0; v < kVecs; v++) sums[row][v] = multiply_add(state, weights[v], sums[row][v]);
+    }
+  }
+  for (int row = 0; row < kRows; row++)
+    for (int v = 0; v < kVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
+}
+
+// acc + the products of one pair of k, in all lanes; states holds the pair in each lane.
+inline Vec pair_multiply_add(IntVec states, IntVec weights, Vec acc) {
+#if defined(__AVX512BF16__)
+  return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)states, (__m512bh)(__m512i)weights);
+#else
+  const IntVec high = {};
+  const IntVec mask = high + int32_t(0xffff0000u);
+  acc = multiply_add((Vec)(states << 16), (Vec)(weights << 16), acc);
+  return multiply_add((Vec)(states & mask), (Vec)(weights & mask), acc);
+#endif
+}
+
+template <int kRows>
+inline void tile_rows(const BFloat16* a, int64_t a_stride, const BFloat16* panel, int64_t k,
+                      float* out, int64_t out_stride, bool accumulate) {
+  Vec sums[kRows][kVecs];
+  for (int row = 0; row < kRows; row++)
+    for (int v = 0; v < kVecs; v++)
+      sums[row][v] = accumulate ? load(out + row * out_stride + v * kLanes) : Vec{};
+  const auto step = [&](int64_t pair, auto states_of) {
+    const BFloat16* source = panel + pair * 2 * kPanel;
+    IntVec weights[kVecs];
+    std::memcpy(weights, source, sizeof weights);
+    __builtin_prefetch(source + kPrefetchBytes / 2);
+    __builtin_prefetch(source + kPrefetchBytes / 2 + 32);
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; row++) {
+      const IntVec states = states_of(row) - IntVec{};
+      for (int v = 0; v < kVecs; v++)
+        sums[row][v] = pair_multiply_add(states, weights[v], sums[row][v]);
+    }
+  };
+  for (int64_t pair = 0; pair < k / 2; pair++)
+    step(pair, [&](int row) {
+      int32_t both;
+      std::memcpy(&both, a + row * a_stride + 2 * pair, sizeof both);
+      return both;
+    });
+  if (k % 2) step(k / 2, [&](int row) { return int32_t(a[row * a_stride + k - 1].bits); });
+  for (int row = 0; row < kRows; row++)
+    for (int v = 0; v < kVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
+}
+
+template <class T, int kRows = kTileRows>
+inline void tile(int rows, const T* a, int64_t a_stride, const T* panel, int64_t k, float* out,
+                 int64_t out_stride, bool accumulate) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows)
+      return tile<T, kRows - 1>(rows, a, a_stride, panel, k, out, out_stride, accumulate);
+  }
+  tile_rows<kRows>(a, a_stride, panel, k, out, out_stride, accumulate);
+}
+
+// Any number of rows, in tiles of about equal height.
+template <class Done>
+inline void for_tiles(int64_t num_rows, Done done) {
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  for (int64_t i = 0; i < num_tiles; i++) {
+    const int64_t begin = num_rows * i / num_tiles, end = num_rows * (i + 1) / num_tiles;
+    done(begin, int(end - begin));
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,121 @@
+// Vectors of the widest kind that the compiler was told of, and the two storage types.
+//
+// Every operation here rounds in one fixed way: fused multiply-adds are spelt out, and the build
+// forbids the compiler to make its own (-ffp-contract=off), so that a row's bits never depend on
+// which instantiation of a loop computed it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace shoal {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+
+inline Vec load(const float* source) {
+  Vec out;
+  std::memcpy(&out, source, sizeof out);
+  return out;
+}
+
+inline void store(float* target, Vec value) { std::memcpy(target, &value, sizeof value); }
+
+inline Vec splat(float value) { return value - Vec{}; }
+
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The lanes are added pairwise, halves first: one order for every caller.
+inline float sum_lanes(Vec value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float max_lanes(Vec value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value);
+#else
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+#endif
+}
+
+// exp, within 2 units in the last place (the polynomial of Cephes). Below -87 it is 0, above 88.3
+// it stays at exp(88.3); NaN stays NaN.
+inline Vec exponential(Vec x) {
+  const Vec low = splat(-87.0f), high = splat(88.3f);
+  const auto vanishes = x < low;
+  x = vanishes ? low : x;
+  x = x > high ? high : x;
+  // Adding 1.5 * 2^23 leaves the nearest whole number in the low bits of the mantissa.
+  const Vec magic = splat(12582912.0f);
+  const Vec shifted = multiply_add(x, splat(1.44269504088896341f), magic);
+  const Vec whole = shifted - magic;
+  Vec r = multiply_add(whole, splat(-0.693359375f), x);
+  r = multiply_add(whole, splat(2.12194440e-4f), r);
+  Vec p = splat(1.9875691500e-4f);
+  p = multiply_add(p, r, splat(1.3981999507e-3f));
+  p = multiply_add(p, r, splat(8.3334519073e-3f));
+  p = multiply_add(p, r, splat(4.1665795894e-2f));
+  p = multiply_add(p, r, splat(1.6666665459e-1f));
+  p = multiply_add(p, r, splat(5.0000001201e-1f));
+  p = multiply_add(p, r * r, r) + splat(1.0f);
+  const IntVec exponent = ((IntVec)shifted - (IntVec)magic) << 23;
+  const Vec out = (Vec)((IntVec)p + exponent);
+  // The integer addition could turn a NaN into a number.
+  return vanishes ? splat(0.0f) : (x == x ? out : x);
+}
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(BFloat16 value) {
+  const uint32_t bits = uint32_t(value.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+inline void assign(float& target, float value) { target = value; }
+
+// Rounds to the nearest, ties to even.
+inline void assign(BFloat16& target, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  target.bits = value == value ? uint16_t(rounded) : uint16_t(0x7fc0);
+}
+
+}  // namespace shoal

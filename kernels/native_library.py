@@ -1,0 +1,303 @@
+"""The compiled CPU kernels, loaded by ctypes: each op as a function of torch tensors.
+
+What the ops compute is said in ``native/*.h``. Whatever else is in a batch, a row's bits are the
+same: the reference ops, on top of torch, promise no such thing.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import torch
+
+from shoal.kernels.native_build import NativeBuildError, Notify, build_library
+
+TYPE_IDS = {torch.float32: 0, torch.bfloat16: 1}
+PANEL = 32  # columns of a packed panel
+
+_Pointer = ctypes.c_void_p
+_Int = ctypes.c_int
+_Size = ctypes.c_int64
+_Float = ctypes.c_float
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "shoal_instructions": (ctypes.c_char_p, []),
+    "shoal_packed_elements": (_Size, [_Int, _Size, _Size]),
+    "shoal_pack": (None, [_Int, _Pointer, _Pointer, _Size, _Size]),
+    "shoal_linear": (
+        _Int,
+        [_Int, _Int, _Pointer, _Pointer, _Size, _Size, _Int, _Pointer, _Size, _Pointer, _Size],
+    ),
+    "shoal_rms_norm": (None, [_Int, _Pointer, _Pointer, _Float, _Size, _Size, _Pointer]),
+    "shoal_rotate_and_write": (
+        _Int,
+        [_Int, *[_Pointer] * 4, *[_Size] * 4, *[_Pointer] * 3],
+    ),
+    "shoal_attention": (_Int, [_Int, _Int, *[_Pointer] * 6, *[_Size] * 6, _Float, _Pointer]),
+    "shoal_plan_create": (
+        _Pointer,
+        [_Int, _Size, _Size, _Size, _Pointer, _Size, _Pointer, _Size],
+    ),
+    "shoal_plan_run": (_Int, [_Pointer, _Pointer]),
+    "shoal_plan_destroy": (None, [_Pointer]),
+}
+
+
+class Epilogue(IntEnum):
+    """What a product does with its sums (and its bias); as in ``native/linear.h``."""
+
+    STORE = 0
+    ADD = 1
+    SILU_MUL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight [out_features, in_features] in the kernels' order, made by ``pack_linear``."""
+
+    weight: torch.Tensor  # flat, in the model's dtype
+    bias: torch.Tensor | None  # float32, one for each column of the panels
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+
+def load_native(directory: Path, notify: Notify | None = None) -> "NativeLibrary":
+    """Build the library where needed and load it. Raises NativeBuildError, saying why not."""
+    path = build_library(directory, notify)
+    share_torch_openmp()
+    try:
+        return NativeLibrary(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:
+        raise NativeBuildError(f"{path.name} cannot be loaded: {error}") from error
+
+
+@functools.cache
+def share_torch_openmp() -> Path:
+    """Make the OpenMP runtime that torch uses visible to the kernels; returns its file.
+
+    A second runtime would keep threads of its own, and the two would fight for the cores. Others
+    may be loaded too (a wheel often brings one along), so torch's libraries are asked for theirs.
+    """
+    for name in ("libtorch_cpu.so", "libtorch.so"):
+        library = Path(torch.__file__).parent / "lib" / name
+        if library.is_file() and (runtime := _file_that_defines("GOMP_parallel", library)):
+            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+            return runtime
+    raise NativeBuildError("torch has no OpenMP runtime (libgomp) here that the kernels could use")
+
+
+class _SymbolInfo(ctypes.Structure):
+    """Dl_info of dlfcn.h."""
+
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+def _file_that_defines(symbol: str, library: Path) -> Path | None:
+    """The file in which ``library`` finds ``symbol``: itself or one that it depends on."""
+    info = _SymbolInfo()
+    try:
+        address = ctypes.cast(getattr(ctypes.CDLL(str(library)), symbol), ctypes.c_void_p)
+        found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
+    except (OSError, AttributeError):
+        return None
+    return Path(info.file.decode()) if found and info.file else None
+
+
+class NativeLibrary:
+    """The kernels' functions. Tensors must be contiguous and on the CPU; this is checked."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.functions = library
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+
+    @property
+    def instructions(self) -> str:
+        """Which vector instructions this build uses."""
+        return str(self.functions.shoal_instructions().decode())
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """Copy ``weight`` [out_features, in_features] into panels."""
+        rows, columns = weight.shape
+        type_id = TYPE_IDS[weight.dtype]
+        packed = torch.empty(
+            self.functions.shoal_packed_elements(type_id, rows, columns), dtype=weight.dtype
+        )
+        source = weight.contiguous()
+        self.functions.shoal_pack(type_id, pointer(source), pointer(packed), rows, columns)
+        return PackedLinear(packed, _wide(bias), rows, columns, weight.dtype)
+
+    def pack_gated(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+    ) -> PackedLinear:
+        """Pack two weights of one shape for the epilogue SILU_MUL: 16 rows of each in turn."""
+        bias = None
+        if gate_bias is not None and up_bias is not None:
+            bias = _interleave(gate_bias, up_bias)
+        return self.pack_linear(_interleave(gate, up), bias)
+
+    def linear(
+        self,
+        states: torch.Tensor,
+        packed: PackedLinear,
+        epilogue: Epilogue = Epilogue.STORE,
+        out: torch.Tensor | None = None,
+        out_features: int | None = None,
+    ) -> torch.Tensor:
+        """``states`` [num_tokens, in_features] times the weight.
+
+        Returns float32, added to ``out`` with ADD; with SILU_MUL the model's dtype, and
+        ``out_features`` says how many of gate's (padded) rows count.
+        """
+        num_tokens = states.shape[0]
+        gated = epilogue is Epilogue.SILU_MUL
+        width = (out_features or packed.out_features // 2) if gated else packed.out_features
+        if out is None:
+            out = torch.empty(num_tokens, width, dtype=packed.dtype if gated else torch.float32)
+        _check_code(
+            self.functions.shoal_linear(
+                TYPE_IDS[packed.dtype],
+                torch.get_num_threads(),
+                pointer(packed.weight),
+                pointer(packed.bias),
+                packed.out_features,
+                packed.in_features,
+                epilogue,
+                pointer(states, packed.dtype),
+                num_tokens,
+                pointer(out),
+                width,
+            )
+        )
+        return out
+
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """RMS norm of float32 ``hidden`` [num_tokens, hidden_size], rounded once, to ``dtype``."""
+        out = torch.empty_like(hidden, dtype=dtype)
+        self.functions.shoal_rms_norm(
+            TYPE_IDS[dtype],
+            pointer(hidden, torch.float32),
+            pointer(weight, torch.float32),
+            eps,
+            *hidden.shape,
+            pointer(out),
+        )
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        inv_freq: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate queries and keys; write keys and values to the caches; return the queries.
+
+        ``qkv`` float32 [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. Returns
+        [num_tokens, num_heads, head_dim] in the caches' dtype.
+        """
+        num_tokens, (num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape[2:]
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        query = torch.empty(num_tokens, num_heads, head_dim, dtype=key_cache.dtype)
+        _check_code(
+            self.functions.shoal_rotate_and_write(
+                TYPE_IDS[key_cache.dtype],
+                pointer(qkv, torch.float32),
+                pointer(positions, torch.int64),
+                pointer(inv_freq, torch.float32),
+                pointer(slot_mapping, torch.int64),
+                num_tokens,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                pointer(query),
+                pointer(key_cache),
+                pointer(value_cache),
+            )
+        )
+        return query
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_lens: list[int],
+        context_lens: list[int],
+        scale: float,
+    ) -> torch.Tensor:
+        """Causal attention as the reference's ``paged_attention``; returns the query's shape."""
+        out = torch.empty_like(query)
+        lens = torch.tensor([query_lens, context_lens], dtype=torch.int64)
+        _check_code(
+            self.functions.shoal_attention(
+                TYPE_IDS[query.dtype],
+                torch.get_num_threads(),
+                pointer(query, key_cache.dtype),
+                pointer(key_cache),
+                pointer(value_cache),
+                pointer(block_tables, torch.int64),
+                pointer(lens[0]),
+                pointer(lens[1]),
+                *block_tables.shape,
+                key_cache.shape[1],
+                query.shape[1],
+                *key_cache.shape[2:],
+                scale,
+                pointer(out),
+            )
+        )
+        return out
+
+
+def pointer(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> int | None:
+    """The address of a tensor's data. Raises ValueError for one that the kernels cannot read."""
+    if tensor is None:
+        return None
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("the native kernels need contiguous tensors on the CPU")
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"the native kernels need {dtype} here, not {tensor.dtype}")
+    return tensor.data_ptr()
+
+
+def _check_code(code: int) -> None:
+    if code:
+        raise MemoryError("the native kernels ran out of memory")
+
+
+def _wide(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """float32, padded so that the kernels may read whole panels."""
+    if bias is None:
+        return None
+    padding = -len(bias) % PANEL
+    return torch.nn.functional.pad(bias.float(), (0, padding)).contiguous()
+
+
+def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[n, ...] twice to [2 * n padded to 16, ...]: 16 of gate, 16 of up, and so on."""
+    half = PANEL // 2
+    num_groups = -(-gate.shape[0] // half)
+    out = gate.new_zeros(num_groups, 2, half, *gate.shape[1:])
+    for idx, part in enumerate((gate, up)):
+        padded = part.new_zeros(num_groups * half, *part.shape[1:])
+        padded[: part.shape[0]] = part
+        out[:, idx] = padded.unflatten(0, (num_groups, half))
+    return out.flatten(0, 2)

@@ -1,0 +1,212 @@
+"""A forward pass as one native call: operations over numbered buffers, laid out once at load."""
+
+import ctypes
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from shoal.kernels.native_library import (
+    TYPE_IDS,
+    Epilogue,
+    NativeLibrary,
+    PackedLinear,
+    pointer,
+)
+
+MODEL_TYPE = None  # a buffer's type: that of the weights
+
+
+class OpKind(IntEnum):
+    """As in ``native/plan.h``."""
+
+    EMBED = 0
+    ROTARY_ANGLES = 1
+    RMS_NORM = 2
+    SELECT_NORM = 3
+    LINEAR = 4
+    LOGITS = 5
+    ROTATE_AND_WRITE = 6
+    ATTENTION = 7
+
+
+class _Op(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("in_", ctypes.c_int32),
+        ("in2", ctypes.c_int32),
+        ("out", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
+        ("epilogue", ctypes.c_int32),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("scalar", ctypes.c_float),
+        ("packed", ctypes.c_int32),
+    ]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("width", ctypes.c_int64),
+        ("element_size", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+_STEP_SIZES = (
+    "num_tokens",
+    "num_seqs",
+    "num_samples",
+    "max_blocks",
+    "block_size",
+    "num_threads",
+)
+_STEP_POINTERS = (
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "block_tables",
+    "query_lens",
+    "context_lens",
+    "logits_indices",
+    "key_caches",
+    "value_caches",
+    "logits",
+)
+
+
+class StepArguments(ctypes.Structure):
+    """One step's sizes and the addresses of its tensors; ``native/plan.h`` has their shapes."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _STEP_SIZES),
+        *((name, ctypes.c_void_p) for name in _STEP_POINTERS),
+    ]
+
+
+class PlanBuilder:
+    """Collects the operations of a model's forward pass, in order.
+
+    A buffer holds one row a token and is named by a number. States between products are float32;
+    what enters a product is of the model's dtype.
+    """
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None:
+        self._library = library
+        self._dtype = dtype
+        self._heads = (num_heads, num_kv_heads, head_dim)
+        self._ops: list[_Op] = []
+        self._buffers: list[_Buffer] = []
+        self._weights: list[torch.Tensor] = []  # kept alive for the plan
+
+    def buffer(self, width: int, dtype: torch.dtype | None = MODEL_TYPE) -> int:
+        """A new buffer of rows of ``width`` elements."""
+        self._buffers.append(_Buffer(width, (dtype or self._dtype).itemsize, 0))
+        return len(self._buffers) - 1
+
+    def embed(self, weight: torch.Tensor | PackedLinear, out: int) -> None:
+        """Rows of an embedding; a packed one is shared with the output projection."""
+        packed = isinstance(weight, PackedLinear)
+        tensor = weight.weight if isinstance(weight, PackedLinear) else weight
+        self._add(OpKind.EMBED, out=out, weight=self._keep(tensor), packed=packed)
+
+    def rotary_angles(self, inv_freq: torch.Tensor, out: int) -> None:
+        """Cosines and sines of the tokens' positions: rows of head_dim float32."""
+        self._add(OpKind.ROTARY_ANGLES, out=out, weight=self._keep(inv_freq.float()))
+
+    def rms_norm(self, states: int, weight: torch.Tensor, eps: float, out: int) -> None:
+        self._add(
+            OpKind.RMS_NORM, in_=states, out=out, weight=self._keep(weight.float()), scalar=eps
+        )
+
+    def select_norm(self, states: int, weight: torch.Tensor, eps: float, out: int) -> None:
+        """RMS norm of the rows that are sampled, and only those."""
+        self._add(
+            OpKind.SELECT_NORM, in_=states, out=out, weight=self._keep(weight.float()), scalar=eps
+        )
+
+    def linear(
+        self, states: int, packed: PackedLinear, out: int, epilogue: Epilogue = Epilogue.STORE
+    ) -> None:
+        self._linear(OpKind.LINEAR, packed, in_=states, out=out, epilogue=epilogue)
+
+    def logits(self, states: int, packed: PackedLinear) -> None:
+        """The last product, of the selected rows, into the step's logits."""
+        self._linear(OpKind.LOGITS, packed, in_=states)
+
+    def rotate_and_write(self, qkv: int, angles: int, layer_idx: int, out: int) -> None:
+        """Rotated queries to ``out``; rotated keys, and values, to the layer's cache."""
+        self._add(OpKind.ROTATE_AND_WRITE, in_=qkv, in2=angles, out=out, layer=layer_idx)
+
+    def attention(self, query: int, layer_idx: int, scale: float, out: int) -> None:
+        self._add(OpKind.ATTENTION, in_=query, out=out, layer=layer_idx, scalar=scale)
+
+    def build(self) -> "NativePlan":
+        return NativePlan(
+            self._library, self._dtype, self._heads, self._ops, self._buffers, self._weights
+        )
+
+    def _linear(self, kind: OpKind, packed: PackedLinear, **fields: Any) -> None:
+        self._add(
+            kind,
+            weight=self._keep(packed.weight),
+            bias=None if packed.bias is None else self._keep(packed.bias),
+            n=packed.out_features,
+            k=packed.in_features,
+            **fields,
+        )
+
+    def _keep(self, tensor: torch.Tensor) -> int | None:
+        tensor = tensor.contiguous()
+        self._weights.append(tensor)
+        return pointer(tensor)
+
+    def _add(self, kind: OpKind, **fields: Any) -> None:
+        self._ops.append(_Op(kind=kind, **fields))
+
+
+class NativePlan:
+    """A forward pass that is ready to run; it owns its weights and buffers.
+
+    Not for two threads at once: the buffers are its own.
+    """
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        dtype: torch.dtype,
+        heads: tuple[int, int, int],
+        ops: list[_Op],
+        buffers: list[_Buffer],
+        weights: list[torch.Tensor],
+    ) -> None:
+        self._functions = library.functions
+        self._weights = weights
+        self._handle = self._functions.shoal_plan_create(
+            TYPE_IDS[dtype],
+            *heads,
+            (_Op * len(ops))(*ops),
+            len(ops),
+            (_Buffer * len(buffers))(*buffers),
+            len(buffers),
+        )
+        if not self._handle:
+            raise MemoryError("the native kernels ran out of memory")
+
+    def run(self, arguments: StepArguments) -> None:
+        """Run one step. Releases the GIL meanwhile."""
+        if self._functions.shoal_plan_run(self._handle, ctypes.addressof(arguments)):
+            raise MemoryError("the native kernels ran out of memory")
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "_handle", None):
+            self._functions.shoal_plan_destroy(handle)
