@@ -1,5 +1,6 @@
 """The central queue: hands sequences to workers, collects their outputs, replays after a crash."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,10 @@ from shoal.scheduler.tiers import DEFAULT_TENANT, DEFAULT_TIER, TenantTable, Tie
 _DEFAULT_SERVICE_S = 1.0  # assumed time from hand-over to finish until one was seen
 _SERVICE_SMOOTHING = 0.1  # weight of the newest sample in the moving average
 _SUSPECT_AFTER_REPLAYS = 2
+# Of a worker's slots and blocks, kept for tenants below their share; see Dispatcher.
+_RESERVED_SLOTS = 1 / 8
+_RESERVED_BLOCKS = 1 / 16
+_RESERVE_AFTER_S = 30.0  # kept for so long after two tenants were there at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +165,23 @@ class _Worker:
         """Blocks for further sequences; negative when running ones outgrew the pool."""
         return self.capacity.num_blocks - self.num_reserved - self.num_unexplained
 
-    def accepts(self, sequence: DispatchedSequence) -> bool:
+    @property
+    def num_reserve_slots(self) -> int:
+        return int(self.capacity.max_num_seqs * _RESERVED_SLOTS)
+
+    def accepts(self, sequence: DispatchedSequence, leaves_reserve: bool = False) -> bool:
         """Whether the sequence may be handed over now. An idle worker takes what ever fits."""
         if not self.capacity.can_ever_fit(sequence.num_tokens):
             return False
         if not self.reserved:
             return True
+        slots = self.capacity.max_num_seqs
+        blocks = self.headroom
+        if leaves_reserve:
+            slots -= self.num_reserve_slots
+            blocks -= int(self.capacity.num_blocks * _RESERVED_BLOCKS)
         needed = self.capacity.num_blocks_for_next(sequence.num_tokens)
-        return len(self.reserved) < self.capacity.max_num_seqs and needed <= self.headroom
+        return len(self.reserved) < slots and needed <= blocks
 
     def take(self, sequence: DispatchedSequence, is_suspect: bool) -> None:
         """Enter a sequence that is handed over."""
@@ -213,6 +227,10 @@ class Dispatcher:
     is queued again in its place, with the outputs delivered so far. So is one that was preempted:
     a head of a higher tier may take the place of running sequences, within bounds.
 
+    A fair policy alone lets a flooding tenant fill all slots while the others are idle, and the
+    next of another waits for one to end. So, while several tenants are about, a small part of each
+    worker is kept free for those that have less than their share of the slots.
+
     A worker death is held against every sequence it ran, since the guilty one is unknown, until
     that sequence gives another token. One with two deaths against it is a suspect: it is handed
     over only when all others on that worker gave a token, and until it gives one itself nothing
@@ -236,6 +254,9 @@ class Dispatcher:
         self._num_added = 0
         self._num_refused = 0  # told to retry, less the places freed since
         self._mean_service_s = _DEFAULT_SERVICE_S
+        self._in_service: Counter[str] = Counter()  # sequences on workers, by tenant
+        self._live_weight = 0.0  # of tenants with live sequences
+        self._several_tenants_at = float("-inf")
         self.num_shed = 0
         self.num_timeouts = 0
         self.num_preempted = 0
@@ -304,9 +325,14 @@ class Dispatcher:
         )
         self._num_added += 1
         self._sequences[seq_id] = sequence
-        use = self._uses.setdefault(tenant, TenantUse())
+        use = self._uses.get(tenant)
+        if use is None:
+            use = self._uses[tenant] = TenantUse()
+            self._live_weight += ticket.tenant_weight
         use.num_requests += 1
         use.num_tokens += num_tokens + (sampling.max_tokens or 0)
+        if len(self._uses) > 1:
+            self._several_tenants_at = now
         if timeout_s is not None:
             self._deadlines.push(now + timeout_s, seq_id, sequence)
         self._enqueue(sequence, now, is_new=True)
@@ -379,6 +405,7 @@ class Dispatcher:
         for seq_id in worker.reserved:
             sequence = self._sequences[seq_id]
             sequence.worker_id = None
+            self._leave_service(sequence)
             sequence.num_replays += 1
             self._enqueue(sequence, now)
             if sequence.num_replays > self.config.max_replays:
@@ -418,7 +445,10 @@ class Dispatcher:
         commands, self._aborts = self._aborts, []
         while (ticket := self._policy.peek(now)) is not None:
             sequence = self._sequences[ticket.seq_id]
-            worker = self._choose_worker(sequence)
+            worker = self._choose_worker(sequence, now)
+            if worker is None and (other := self._modest_head(now)) is not None:
+                sequence = other
+                worker = self._choose_worker(other, now)
             if worker is None:
                 worker, aborts = self._preempt_for(sequence, now)
                 commands += aborts
@@ -487,14 +517,31 @@ class Dispatcher:
             return None
         return Delivery(sequence.seq_id, token, reason, output.num_cached_tokens)
 
-    def _choose_worker(self, sequence: DispatchedSequence) -> _Worker | None:
+    def _choose_worker(self, sequence: DispatchedSequence, now: float) -> _Worker | None:
         """The worker with the most headroom among those that may take the sequence."""
+        leaves_reserve = self._keeps_reserve(now) and self._has_its_share(sequence.ticket.tenant)
         candidates = [
             worker
             for worker in self._workers.values()
-            if worker.accepts(sequence) and not self._is_unsafe(worker, sequence)
+            if worker.accepts(sequence, leaves_reserve) and not self._is_unsafe(worker, sequence)
         ]
         return max(candidates, key=lambda worker: worker.headroom, default=None)
+
+    def _keeps_reserve(self, now: float) -> bool:
+        return self._policy.is_fair and now - self._several_tenants_at < _RESERVE_AFTER_S
+
+    def _has_its_share(self, tenant: str) -> bool:
+        num_slots = sum(worker.capacity.max_num_seqs for worker in self._workers.values())
+        weight = self.config.tenants.get(tenant).weight
+        return self._in_service[tenant] * self._live_weight >= num_slots * weight
+
+    def _modest_head(self, now: float) -> DispatchedSequence | None:
+        """The next sequence of a tenant that may use a reserve, when the head may not."""
+        if not self._keeps_reserve(now):
+            return None
+        greedy = {tenant for tenant in self._in_service if self._has_its_share(tenant)}
+        ticket = self._policy.peek_other(greedy, now) if greedy else None
+        return None if ticket is None else self._sequences[ticket.seq_id]
 
     def _is_unsafe(self, worker: _Worker, sequence: DispatchedSequence) -> bool:
         """Whether a death of the worker, soon after, would leave a suspect and another to blame."""
@@ -514,6 +561,7 @@ class Dispatcher:
         sequence.worker_id = worker.worker_id
         sequence.preempted_from = None
         sequence.handed_over = now
+        self._in_service[ticket.tenant] += 1
         worker.take(sequence, self._is_suspect(sequence))
         self._num_refused = max(0, self._num_refused - 1)
 
@@ -583,6 +631,7 @@ class Dispatcher:
         """Take a sequence back into the queue. Its worker's last tokens are still taken."""
         worker.release(sequence.seq_id)
         sequence.worker_id = None
+        self._leave_service(sequence)
         sequence.preempted_from = worker.worker_id
         sequence.ticket.boost += 1
         self.num_preempted += 1
@@ -608,11 +657,19 @@ class Dispatcher:
         use.num_tokens -= sequence.num_prompt_tokens + (sequence.sampling.max_tokens or 0)
         if not use.num_requests:
             del self._uses[ticket.tenant]
+            self._live_weight = self._live_weight - ticket.tenant_weight if self._uses else 0.0
         if sequence.worker_id is None:
             self._queue.leave(ticket)
             self._policy.remove(ticket)
             return
+        self._leave_service(sequence)
         self._workers[sequence.worker_id].release(sequence.seq_id)
+
+    def _leave_service(self, sequence: DispatchedSequence) -> None:
+        tenant = sequence.ticket.tenant
+        self._in_service[tenant] -= 1
+        if not self._in_service[tenant]:
+            del self._in_service[tenant]
 
     def _fail(self, sequence: DispatchedSequence, error: RequestError) -> Delivery:
         self._remove(sequence)
@@ -734,6 +791,10 @@ class Dispatcher:
             use.num_requests += 1
             use.num_tokens += sequence.num_prompt_tokens + (sequence.sampling.max_tokens or 0)
         assert uses == self._uses
+        in_service = Counter(
+            s.ticket.tenant for s in self._sequences.values() if s.worker_id is not None
+        )
+        assert in_service == self._in_service
 
     def _note_service(self, seconds: float) -> None:
         self._mean_service_s += _SERVICE_SMOOTHING * (seconds - self._mean_service_s)

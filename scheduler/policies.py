@@ -1,6 +1,7 @@
 """The order in which queued sequences are handed to workers: four policies, one interface."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from shoal.scheduler.lazy_heap import LazyHeap
@@ -15,6 +16,8 @@ CACHED_WEIGHT = 0.1
 PREFIX_HIT_SCORE = 0.4
 # Priority: a tier that waits is served at least once in so many seconds.
 MAX_PASSED_OVER_S = 2.0
+# How far, in weighted tokens, a tenant below its share of slots may pass the one served least.
+BURST = 256.0
 # WFQ: finish times closer than this many weighted tokens count as tied, up to so many of them.
 _TIE_QUANTUM = 1.0
 _MAX_TIED = 8
@@ -56,6 +59,7 @@ class QueuePolicy(ABC):
     """The queue, in the order of one policy. A ticket that is pushed again keeps its place."""
 
     preempts = True  # whether its head may take the place of a running sequence of a lower tier
+    is_fair = False  # between tenants
 
     @abstractmethod
     def push(self, ticket: Ticket, now: float) -> None:
@@ -64,6 +68,10 @@ class QueuePolicy(ABC):
     @abstractmethod
     def peek(self, now: float) -> Ticket | None:
         """The one to be served next."""
+
+    def peek_other(self, skipped: Set[str], now: float) -> Ticket | None:
+        """The one to be served next but for some tenants; None where that would be unfair."""
+        return None
 
     @abstractmethod
     def take(self, ticket: Ticket, now: float) -> None:
@@ -153,6 +161,8 @@ class WfqPolicy(QueuePolicy):
     corrects itself. Ties go by ``Ticket.score``, and so does the order in a flow.
     """
 
+    is_fair = True
+
     def __init__(self) -> None:
         self._counters = VirtualCounters()
         self._flows: dict[str, LazyHeap[Ticket]] = {}  # those that wait
@@ -171,6 +181,10 @@ class WfqPolicy(QueuePolicy):
             heads = [head for key in tied if (head := self._flows[key].peek()) is not None]
             self._head = max(heads, key=lambda t: (t.score(now), -t.order), default=None)
         return self._head
+
+    def peek_other(self, skipped: Set[str], now: float) -> Ticket | None:
+        key = self._counters.least_other(lambda key: key.partition("\0")[2] in skipped, BURST)
+        return None if key is None else self._flows[key].peek()
 
     def take(self, ticket: Ticket, now: float) -> None:
         self.remove(ticket)
@@ -208,9 +222,12 @@ class VtcPolicy(QueuePolicy):
     """Virtual token counter (Sheng et al., OSDI '24): the least served waiting tenant is next.
 
     While two tenants of equal weight both wait, their service in weighted tokens differs by at
-    most 2 max(PREFILL_WEIGHT * longest prompt, DECODE_WEIGHT * tokens in the batch). Within a
-    tenant the same rule goes over its tiers, by weight, then arrival.
+    most 2 max(PREFILL_WEIGHT * longest prompt, DECODE_WEIGHT * tokens in the batch), and 2 BURST
+    where reserves are kept. Within a tenant the same rule goes over its tiers, by weight, then
+    arrival.
     """
+
+    is_fair = True
 
     def __init__(self) -> None:
         self._counters = VirtualCounters()
@@ -223,6 +240,10 @@ class VtcPolicy(QueuePolicy):
 
     def peek(self, now: float) -> Ticket | None:
         name = self._counters.least()
+        return None if name is None else self._tenants[name].peek()
+
+    def peek_other(self, skipped: Set[str], now: float) -> Ticket | None:
+        name = self._counters.least_other(skipped.__contains__, BURST)
         return None if name is None else self._tenants[name].peek()
 
     def take(self, ticket: Ticket, now: float) -> None:

@@ -1,5 +1,7 @@
 """Service given to each party, and which of those that wait was served the least."""
 
+from collections.abc import Callable
+
 from shoal.scheduler.lazy_heap import LazyHeap
 
 _MAX_IDLE = 1024
@@ -74,6 +76,23 @@ class VirtualCounters:
         for key in tied:
             self._push(key)
         return tied
+
+    def least_other(self, skips: Callable[[str], bool], slack: float) -> str | None:
+        """The least key but those that ``skips`` says, if at most ``slack`` behind the least.
+
+        Costs O(log n) for each key that is skipped.
+        """
+        first = self.least()
+        if first is None:
+            return None
+        bound = self._order(first) + slack
+        skipped: list[str] = []
+        while (key := self.least()) is not None and skips(key):
+            skipped.append(key)
+            self._waiting.remove(key)
+        for other in skipped:
+            self._push(other)
+        return key if key is not None and self._service[key] <= bound else None
 
     def _order(self, key: str) -> float:
         return self._service[key] + self._offset[key]
