@@ -289,13 +289,15 @@ class Dispatcher:
         tenant: str = DEFAULT_TENANT,
         slo_class: str | None = None,
         timeout_s: float | None = None,
+        arrival: float | None = None,
         prefix_hit: float = 0.0,
     ) -> list[Delivery]:
         """Queue a sequence; poll next, so that it leaves the queue when a worker has room.
 
         Raises RequestError, and takes nothing, when draining, full, over its tenant's limits, too
         late, or when no worker could ever hold it. Returns the ends of queued sequences of lower
-        tiers that had to make way. ``prefix_hit`` is the expected share of cached prompt tokens.
+        tiers that had to make way. ``timeout_s`` counts from ``arrival``, which is now unless told
+        otherwise; ``prefix_hit`` is the expected share of cached prompt tokens.
         """
         assert seq_id not in self._sequences, f"sequence {seq_id} was added twice"
         assert prompt_token_ids, "an empty prompt passed intake"
@@ -306,13 +308,14 @@ class Dispatcher:
         if not self._can_ever_fit(num_tokens):
             raise self._too_long(num_tokens)
         self._check_tenant(tenant, num_tokens + (sampling.max_tokens or 0))
+        arrival = now if arrival is None else arrival
         if timeout_s is not None:
-            self._check_deadline(tenant, tier, timeout_s)
+            self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now)
         deliveries = self._make_place(tier, num_tokens)
         ticket = Ticket(
             seq_id,
             self._num_added,
-            now,
+            arrival,
             tenant,
             tier,
             self.config.tenants.get(tenant).weight,
@@ -334,7 +337,7 @@ class Dispatcher:
         if len(self._uses) > 1:
             self._several_tenants_at = now
         if timeout_s is not None:
-            self._deadlines.push(now + timeout_s, seq_id, sequence)
+            self._deadlines.push(arrival + timeout_s, seq_id, sequence)
         self._enqueue(sequence, now, is_new=True)
         return deliveries
 
@@ -747,11 +750,12 @@ class Dispatcher:
         if settings.max_tokens is not None and use.num_tokens + num_tokens > settings.max_tokens:
             raise refusals.tenant_limit("tokens", settings.max_tokens, retry_ms)
 
-    def _check_deadline(self, tenant: str, tier: Tier, timeout_s: float) -> None:
-        if timeout_s <= 0:
+    def _check_deadline(self, tenant: str, tier: Tier, timeout_s: float, left_s: float) -> None:
+        if left_s <= 0:
+            self.num_timeouts += 1
             raise refusals.timed_out(timeout_s)
         wait_s = self._estimate().wait_s(tenant, tier)
-        if wait_s > timeout_s:
+        if wait_s > left_s:
             raise refusals.deadline(wait_s, timeout_s)
 
     def _estimate(self) -> DrainEstimate:

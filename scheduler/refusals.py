@@ -47,7 +47,7 @@ def deadline(wait_s: float, timeout_s: float) -> RequestError:
         param="timeout",
         code="deadline_unmeetable",
         status=429,
-        retry_after_ms=retry_ms(wait_s - timeout_s),
+        retry_after_ms=retry_ms(max(0.0, wait_s - timeout_s)),
     )
 
 
