@@ -46,7 +46,7 @@ class TierTable:
             raise ValueError(f"tiers must name 1 to {MAX_TIERS} tiers.")
         if default is None:
             default = DEFAULT_TIER if DEFAULT_TIER in self._tiers else next(iter(self._tiers))
-        if default not in self._tiers:
+        if not isinstance(default, str) or default not in self._tiers:
             raise ValueError(f"default_tier must be one of {', '.join(self._tiers)}.")
         self.default = self._tiers[default]
 
