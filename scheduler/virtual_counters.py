@@ -38,8 +38,9 @@ class VirtualCounters:
         """The key waits from now on: lift its counter. Or it has a new offset."""
         if key not in self._waiting:
             level = self._level()
-            self._service[key] = max(self._service.get(key, level), level)
+            service = max(self._service.get(key, level), level)
             self._forget_idle(level)
+            self._service[key] = service
         self._offset[key] = offset
         self._push(key)
 
