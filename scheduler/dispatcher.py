@@ -20,6 +20,7 @@ from shoal.scheduler.tiers import DEFAULT_TENANT, DEFAULT_TIER, TenantTable, Tie
 _DEFAULT_SERVICE_S = 1.0  # assumed time from hand-over to finish until one was seen
 _SERVICE_SMOOTHING = 0.1  # weight of the newest sample in the moving average
 _SUSPECT_AFTER_REPLAYS = 2
+_PREEMPT_AGAIN_S = 0.05  # a head that found no victims looks again after so long
 # Of a worker's slots and blocks, kept for tenants below their share; see Dispatcher.
 _RESERVED_SLOTS = 1 / 8
 _RESERVED_BLOCKS = 1 / 16
@@ -256,6 +257,7 @@ class Dispatcher:
         self._mean_service_s = _DEFAULT_SERVICE_S
         self._in_service: Counter[str] = Counter()  # sequences on workers, by tenant
         self._live_weight = 0.0  # of tenants with live sequences
+        self._preempt_again_at: dict[int, float] = {}  # by seq_id, of the last head in vain
         self._several_tenants_at = float("-inf")
         self.num_shed = 0
         self.num_timeouts = 0
@@ -540,10 +542,9 @@ class Dispatcher:
 
     def _modest_head(self, now: float) -> DispatchedSequence | None:
         """The next sequence of a tenant that may use a reserve, when the head may not."""
-        if not self._keeps_reserve(now):
+        if not (self._keeps_reserve(now) and self._has_free_slot()):
             return None
-        greedy = {tenant for tenant in self._in_service if self._has_its_share(tenant)}
-        ticket = self._policy.peek_other(greedy, now) if greedy else None
+        ticket = self._policy.peek_other(self._has_its_share)
         return None if ticket is None else self._sequences[ticket.seq_id]
 
     def _is_unsafe(self, worker: _Worker, sequence: DispatchedSequence) -> bool:
@@ -599,6 +600,8 @@ class Dispatcher:
         """Have the cheapest running sequences of lower tiers make room, if any can."""
         if not (self._policy.preempts and self.config.preemption.max_preemptions):
             return None, []
+        if self._preempt_again_at.get(sequence.seq_id, now) > now:
+            return None, []  # in vain a moment ago
         best: tuple[int, _Worker, list[Ticket]] | None = None
         for worker in self._workers.values():
             victims = self._victims(worker, sequence, now)
@@ -606,6 +609,7 @@ class Dispatcher:
             if victims and (best is None or cost < best[0]):
                 best = (cost, worker, victims)
         if best is None:
+            self._preempt_again_at = {sequence.seq_id: now + _PREEMPT_AGAIN_S}
             return None, []
         _, worker, victims = best
         for victim in victims:

@@ -1,7 +1,7 @@
 """The order in which queued sequences are handed to workers: four policies, one interface."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.scheduler.lazy_heap import LazyHeap
@@ -20,7 +20,7 @@ MAX_PASSED_OVER_S = 2.0
 BURST = 256.0
 # WFQ: finish times closer than this many weighted tokens count as tied, up to so many of them.
 _TIE_QUANTUM = 1.0
-_MAX_TIED = 8
+_MAX_TIED = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class QueuePolicy(ABC):
     def peek(self, now: float) -> Ticket | None:
         """The one to be served next."""
 
-    def peek_other(self, skipped: Set[str], now: float) -> Ticket | None:
+    def peek_other(self, skips: Callable[[str], bool]) -> Ticket | None:
         """The one to be served next but for some tenants; None where that would be unfair."""
         return None
 
@@ -182,8 +182,8 @@ class WfqPolicy(QueuePolicy):
             self._head = max(heads, key=lambda t: (t.score(now), -t.order), default=None)
         return self._head
 
-    def peek_other(self, skipped: Set[str], now: float) -> Ticket | None:
-        key = self._counters.least_other(lambda key: key.partition("\0")[2] in skipped, BURST)
+    def peek_other(self, skips: Callable[[str], bool]) -> Ticket | None:
+        key = self._counters.least_other(lambda key: skips(key.partition("\0")[2]), BURST)
         return None if key is None else self._flows[key].peek()
 
     def take(self, ticket: Ticket, now: float) -> None:
@@ -242,8 +242,8 @@ class VtcPolicy(QueuePolicy):
         name = self._counters.least()
         return None if name is None else self._tenants[name].peek()
 
-    def peek_other(self, skipped: Set[str], now: float) -> Ticket | None:
-        name = self._counters.least_other(skipped.__contains__, BURST)
+    def peek_other(self, skips: Callable[[str], bool]) -> Ticket | None:
+        name = self._counters.least_other(skips, BURST)
         return None if name is None else self._tenants[name].peek()
 
     def take(self, ticket: Ticket, now: float) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from shoal.scheduler.lazy_heap import LazyHeap
 
 _MAX_IDLE = 1024
+_MAX_SKIPPED = 16
 
 
 class VirtualCounters:
@@ -81,7 +82,7 @@ class VirtualCounters:
     def least_other(self, skips: Callable[[str], bool], slack: float) -> str | None:
         """The least key but those that ``skips`` says, if at most ``slack`` behind the least.
 
-        Costs O(log n) for each key that is skipped.
+        Costs O(log n) for each key that is skipped; gives up after so many.
         """
         first = self.least()
         if first is None:
@@ -89,6 +90,9 @@ class VirtualCounters:
         bound = self._order(first) + slack
         skipped: list[str] = []
         while (key := self.least()) is not None and skips(key):
+            if len(skipped) == _MAX_SKIPPED:
+                key = None
+                break
             skipped.append(key)
             self._waiting.remove(key)
         for other in skipped:

@@ -110,7 +110,7 @@ class TestAll:
                 item = rng.choice(list(running.values()))
                 policy.charge(item, decode_tokens=rng.randint(1, 5))
                 policy.charge(item, cached_tokens=rng.randint(0, item.num_prompt_tokens))
-            other = policy.peek_other({"t0", "t1"}, now)
+            other = policy.peek_other({"t0", "t1"}.__contains__)
             assert other is None or other.tenant not in {"t0", "t1"}
             assert (policy.peek(now) is None) == (not queued)
         while (head := policy.peek(1e9)) is not None:
