@@ -22,6 +22,7 @@ from shoal.backend.messages import (
     WorkerReady,
     WorkerStatus,
 )
+from shoal.backend.request_class import RequestClass
 from shoal.backend.text.output_processor import OutputProcessor, TextDelta
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.worker_keeper import (
@@ -40,6 +41,7 @@ from shoal.scheduler.dispatcher import (
     Dispatcher,
     WorkerCapacity,
 )
+from shoal.scheduler.drain import DrainEstimate
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sequence import FinishReason
@@ -62,18 +64,21 @@ class Submitted:
 
     seq_id: int
     sink: Sink
+    at: float  # monotonic
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     seq_id: int
     request: PreparedRequest
+    request_class: RequestClass
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
     seq_id: int
     error: RequestError
+    was_full: bool = False  # refused by a drain estimate, which then has one more to retry
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ Order = Submitted | Prepared | Rejected | Cancelled
 @dataclass(slots=True)
 class _LiveRequest:
     sink: Sink
+    submitted_at: float  # monotonic
     processor: OutputProcessor | None = None  # None: not prepared yet
     num_input_tokens: int = 0
     cached_tokens: int = 0
@@ -115,6 +121,10 @@ class LoopStatus:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    drain: DrainEstimate = DrainEstimate()
+    num_shed: int = 0
+    num_timeouts: int = 0
+    num_made_way: int = 0  # preemptions for a higher tier, in the dispatcher
 
 
 class DispatchLoop:
@@ -212,6 +222,7 @@ class DispatchLoop:
         now = time.monotonic()
         for event in self._keeper.poll(now):
             self._take_event(event, now)
+        self._deliver(self._dispatcher.expire(now))
         self._send(self._dispatcher.poll(now))
         self._publish(now)
         self._wait()
@@ -243,15 +254,17 @@ class DispatchLoop:
     def _take_order(self, order: Order) -> None:
         match order:
             case Submitted():
-                self._live[order.seq_id] = _LiveRequest(order.sink)
+                self._live[order.seq_id] = _LiveRequest(order.sink, order.at)
             case Rejected():
+                if order.was_full:
+                    self._dispatcher.note_refused()
                 self._fail(order.seq_id, order.error)
             case Cancelled():
                 self._cancel(order.seq_id)
             case Prepared():
-                self._enqueue(order.seq_id, order.request)
+                self._enqueue(order.seq_id, order.request, order.request_class)
 
-    def _enqueue(self, seq_id: int, request: PreparedRequest) -> None:
+    def _enqueue(self, seq_id: int, request: PreparedRequest, request_class: RequestClass) -> None:
         live = self._live.get(seq_id)
         if live is None:
             return  # cancelled meanwhile
@@ -260,12 +273,20 @@ class DispatchLoop:
             self._refuse_without_worker()
             if self._draining:
                 self._dispatcher.drain()
-            self._dispatcher.add(
-                seq_id, request.prompt_token_ids, request.sampling, time.monotonic()
+            shed = self._dispatcher.add(
+                seq_id,
+                request.prompt_token_ids,
+                request.sampling,
+                time.monotonic(),
+                tenant=request_class.tenant,
+                slo_class=request_class.tier.name,
+                timeout_s=request_class.timeout_s,
+                arrival=live.submitted_at,
             )
         except RequestError as error:
             self._fail(seq_id, error)
             return
+        self._deliver(shed)
         self._prompt_tokens += live.num_input_tokens
         live.processor = OutputProcessor(self._tokenizer, request.sampling)
         live.wants_logprobs = request.sampling.logprobs is not None
@@ -382,8 +403,10 @@ class DispatchLoop:
             return
         live.cached_tokens = max(live.cached_tokens, delivery.num_cached_tokens)
         if delivery.finish_reason is FinishReason.ERROR:
-            log.error("request %d failed: %s", delivery.seq_id, delivery.error)
-            self._fail(delivery.seq_id, delivery.error or internal_error())
+            error = delivery.error or internal_error()
+            level = logging.ERROR if error.status >= 500 else logging.INFO
+            log.log(level, "request %d failed: %s", delivery.seq_id, error)
+            self._fail(delivery.seq_id, error)
             return
         delta = live.processor.push(delivery.token, delivery.finish_reason)
         if delta.stop_hit and delivery.finish_reason is None:
@@ -459,6 +482,10 @@ class DispatchLoop:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             finished=dict(self._finished),
+            drain=self._dispatcher.estimate(now),
+            num_shed=self._dispatcher.num_shed,
+            num_timeouts=self._dispatcher.num_timeouts,
+            num_made_way=self._dispatcher.num_preempted,
         )
 
 

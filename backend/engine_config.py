@@ -7,7 +7,9 @@ from typing import Any
 import yaml
 
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.policies import POLICY_NAMES
 from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.tiers import DEFAULT_TIER, TenantTable, TierTable
 
 DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "reference", "native")
@@ -46,6 +48,13 @@ class EngineConfig:
     step_log: str | None = None  # a file that gets one JSON line per engine step
     worker_start_timeout_s: float = 300.0
     worker_stall_timeout_s: float = 60.0  # a step longer than this counts as a hang
+    max_queued_tokens: int | None = None  # prompts of queued requests; None: no limit
+    policy: str = "fcfs"  # the order of the queue: fcfs, priority, wfq or vtc
+    tiers: dict[str, Any] | None = None  # name -> weight, ttft_ms, tpot_ms; None: one tier
+    default_tier: str | None = None  # of requests without slo_class; None: standard, or the first
+    tenants: dict[str, Any] | None = None  # name, or "*" -> weight, max_requests, max_tokens
+    max_preemptions: int = 2  # times a request makes way for one of a higher tier; 0: never
+    min_run_s: float = 0.5  # that a request runs before it may have to
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, str) or not self.weights:
@@ -69,11 +78,30 @@ class EngineConfig:
         _check_range("worker_start_timeout_s", self.worker_start_timeout_s, 1, 86400, whole=False)
         _check_range("worker_stall_timeout_s", self.worker_stall_timeout_s, 1, 86400, whole=False)
         _check_default_sampling(self.default_sampling)
+        _check_range("max_queued_tokens", self.max_queued_tokens, 1, 2**40, optional=True)
+        _check_range("max_preemptions", self.max_preemptions, 0, 100)
+        _check_range("min_run_s", self.min_run_s, 0, 3600, whole=False)
+        if self.policy not in POLICY_NAMES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICY_NAMES)}.")
+        try:
+            self.tier_table()
+            self.tenant_table()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "max_num_batched_tokens must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence can decode in each step."
             )
+
+    def tier_table(self) -> TierTable:
+        """The service classes that a request's ``slo_class`` may name."""
+        values = {DEFAULT_TIER: {}} if self.tiers is None else self.tiers
+        return TierTable.from_dict(values, self.default_tier)
+
+    def tenant_table(self) -> TenantTable:
+        """Shares and limits of tenants."""
+        return TenantTable.from_dict({} if self.tenants is None else self.tenants)
 
     @classmethod
     def from_dict(cls, values: Any) -> "EngineConfig":

@@ -22,6 +22,8 @@ MAX_METADATA_LENGTH = 256  # characters
 METADATA_NAMES = frozenset(
     {"cache_salt", "request_id", "slo_class", "tenant", "timeout", "traceparent", "tracestate"}
 )
+# Of these, what a client may also write into its sampling parameters.
+SAMPLING_METADATA_NAMES = ("slo_class", "timeout")
 METADATA_PREFIXES = ("x-", "triton_")  # forwarded headers and Triton's own
 
 ParameterValue = str | int | float | bool
@@ -162,6 +164,10 @@ class Intake:
                     param="sampling_parameters",
                     code="invalid_type",
                 )
+            for name in SAMPLING_METADATA_NAMES:
+                value = data.pop(name, None)
+                if value is not None:
+                    metadata.setdefault(name, _check_metadata(name, value))
             values = _without_overridden(values, data) | data
         values = _without_overridden(self._default_sampling, values) | values
         sampling = SamplingParams.from_dict(values)

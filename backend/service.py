@@ -25,13 +25,16 @@ from shoal.backend.dispatch_loop import (
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.intake import Intake, PreparedRequest, RawRequest
 from shoal.backend.metrics import ServiceCounts
+from shoal.backend.request_class import RequestClass, classify
 from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.weights.catalogue import resolve_weights
 from shoal.backend.worker_keeper import WorkerKeeper, WorkerLink, WorkerState
 from shoal.backend.worker_process import WorkerProcess
 from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.drain import DrainEstimate
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.preemption import PreemptionConfig
 
 # Tokenising releases the GIL; two threads keep one long prompt from holding up all others.
 NUM_INTAKE_THREADS = 2
@@ -78,6 +81,9 @@ class Service:
         self._pool = ThreadPoolExecutor(NUM_INTAKE_THREADS, thread_name_prefix="shoal-intake")
         self._lock = threading.Lock()
         self._num_in_intake = 0
+        self._tiers = config.tier_table()
+        self._estimate = DrainEstimate()  # the one that the last refusal came from
+        self._num_refused_since = 0
         self._loop: DispatchLoop | None = None
         self._intake: Intake | None = None
         self._thread: threading.Thread | None = None
@@ -86,7 +92,7 @@ class Service:
         """Load the text side and a first worker; blocks until it is ready. Raises ConfigError."""
         text = self._text or load_text_parts(resolve_weights(self._config.weights))
         loop = DispatchLoop(
-            Dispatcher(DispatcherConfig(self._config.max_queued_requests)),
+            Dispatcher(_dispatcher_config(self._config)),
             WorkerKeeper(
                 self._spawn,
                 self._config.worker_start_timeout_s,
@@ -116,16 +122,19 @@ class Service:
         """Take a request; its chunks come to ``sink``, from the dispatch thread. Returns its id."""
         loop = self._running_loop()
         seq_id = next(self._seq_ids)
-        loop.post(Submitted(seq_id, sink))
-        error = self._enter_intake()
-        if error is None:
-            try:
-                self._pool.submit(self._prepare, seq_id, raw)
-            except RuntimeError:  # the pool is closed
-                self._leave_intake()
-                error = shutting_down()
-        if error is not None:
-            loop.post(Rejected(seq_id, error))
+        loop.post(Submitted(seq_id, sink, time.monotonic()))
+        try:
+            request_class = classify(raw, self._tiers)
+            self._check_queue(request_class)
+            self._enter_intake()
+        except RequestError as error:
+            loop.post(Rejected(seq_id, error, was_full=error.code == "queue_full"))
+            return seq_id
+        try:
+            self._pool.submit(self._prepare, seq_id, raw, request_class)
+        except RuntimeError:  # the pool is closed
+            self._leave_intake()
+            loop.post(Rejected(seq_id, shutting_down()))
         return seq_id
 
     def cancel(self, seq_id: int) -> None:
@@ -192,29 +201,45 @@ class Service:
             return "restarting" if status.max_model_len else "loading"
         return "stuck" if now - status.heard_at > STUCK_AFTER_S else "ready"
 
-    def _enter_intake(self) -> RequestError | None:
-        """Count a request in, unless too many are there already."""
+    def _check_queue(self, request_class: RequestClass) -> None:
+        """Refuse, before any work on the prompt, what the queue will not serve in time."""
+        estimate = self._running_loop().status.drain
+        with self._lock:
+            if estimate is not self._estimate:
+                self._estimate, self._num_refused_since = estimate, 0
+            num_ahead = estimate.num_refused + self._num_refused_since + 1
+            try:
+                estimate.check(
+                    request_class.tenant, request_class.tier, request_class.timeout_s, num_ahead
+                )
+            except RequestError:
+                self._num_refused_since += 1
+                raise
+
+    def _enter_intake(self) -> None:
+        """Count a request in. Raises RequestError when too many are there already."""
         limit = self._config.max_queued_requests
         with self._lock:
             if self._num_in_intake >= limit:
-                return RequestError(
+                retry_after_ms = self._running_loop().status.drain.retry_after_ms()
+                raise RequestError(
                     f"At most {limit} requests can wait. Retry later.",
                     code="queue_full",
                     status=429,
-                    retry_after_ms=1000,
+                    retry_after_ms=retry_after_ms,
                 )
             self._num_in_intake += 1
-        return None
 
     def _leave_intake(self) -> None:
         with self._lock:
             self._num_in_intake -= 1
 
-    def _prepare(self, seq_id: int, raw: RawRequest) -> None:
+    def _prepare(self, seq_id: int, raw: RawRequest, request_class: RequestClass) -> None:
         loop = self._running_loop()
         try:
             assert self._intake is not None, "not started"
-            loop.post(Prepared(seq_id, _with_logprobs(raw, self._intake.prepare(raw))))
+            prepared = _with_logprobs(raw, self._intake.prepare(raw))
+            loop.post(Prepared(seq_id, prepared, request_class))
         except RequestError as error:
             loop.post(Rejected(seq_id, error))
         except Exception:
@@ -222,6 +247,17 @@ class Service:
             loop.post(Rejected(seq_id, internal_error()))
         finally:
             self._leave_intake()
+
+
+def _dispatcher_config(config: EngineConfig) -> DispatcherConfig:
+    return DispatcherConfig(
+        config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        policy=config.policy,
+        tiers=config.tier_table(),
+        tenants=config.tenant_table(),
+        preemption=PreemptionConfig(config.max_preemptions, config.min_run_s),
+    )
 
 
 def _with_logprobs(raw: RawRequest, prepared: PreparedRequest) -> PreparedRequest:

@@ -17,11 +17,16 @@ from shoal.scheduler.dispatcher import (
     DispatcherConfig,
     WorkerCapacity,
 )
+from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import StepOutput
+from shoal.scheduler.policies import POLICY_NAMES
+from shoal.scheduler.preemption import PreemptionConfig
 from shoal.scheduler.sequence import FinishReason, Sequence
+from shoal.scheduler.tiers import Tier, TierTable
 
 BLOCK_SIZE = 4
 MAX_NUM_SEQS = 4
+TIERS = TierTable([Tier("high", 8.0), Tier("standard", 2.0), Tier("low", 1.0)])
 
 
 @dataclass(frozen=True)
@@ -99,14 +104,28 @@ class Simulation:
         num_blocks: int,
         max_replays: int,
         kills: Callable[[Sequence], bool] = lambda sequence: False,
+        policy: str = "fcfs",
+        max_queued_requests: int = 10_000,
     ) -> None:
         self.rng = rng
         self.num_workers = num_workers
         self.num_blocks = num_blocks
         self.kills = kills
-        self.dispatcher = Dispatcher(DispatcherConfig(10_000, max_replays))
+        self.dispatcher = Dispatcher(
+            DispatcherConfig(
+                max_queued_requests,
+                max_replays,
+                policy=policy,
+                tiers=TIERS,
+                preemption=PreemptionConfig(max_preemptions=2, min_run_s=3.0),
+            )
+        )
+        self.now = 0.0  # a second a turn
         self.workers: dict[int, SimulatedWorker] = {}
         self.clients: dict[int, Client] = {}
+        self.num_asked = 0
+        self.refusals: list[RequestError] = []
+        self.has_timeouts = False
         self.num_started = 0
         self.num_killed = 0
 
@@ -114,10 +133,24 @@ class Simulation:
         longest = self.num_blocks * BLOCK_SIZE
         num_prompt = self.rng.randint(1, longest // self.rng.choice([2, 8]))
         client = Client(num_prompt, self.rng.randint(1, min(most_tokens, longest - num_prompt)))
-        seq_id = len(self.clients)
-        self.clients[seq_id] = client
+        seq_id = self.num_asked
+        self.num_asked += 1
         sampling = make_sampling(max_tokens=client.max_tokens)
-        self.dispatcher.add(seq_id, [7] * num_prompt, sampling, 0.0)
+        try:
+            shed = self.dispatcher.add(
+                seq_id,
+                [7] * num_prompt,
+                sampling,
+                self.now,
+                tenant=self.rng.choice(["red", "green", "blue"]),
+                slo_class=self.rng.choice(TIERS.names),
+                timeout_s=self.rng.choice([*[None] * 9, 40.0]) if self.has_timeouts else None,
+            )
+        except RequestError as error:
+            self.refusals.append(error)
+            return
+        self.clients[seq_id] = client
+        self.deliver(shed)
 
     def abort(self) -> None:
         seq_id = self.rng.choice(list(self.clients))
@@ -130,9 +163,9 @@ class Simulation:
         worker = self.workers.pop(worker_id)
         for _ in range(self.rng.randint(0, len(worker.outbox))):
             self.read(worker_id, worker)
-        self.deliver(self.dispatcher.worker_dead(worker_id, 0.0))
+        self.deliver(self.dispatcher.worker_dead(worker_id, self.now))
         for message in worker.outbox:  # late: must change nothing
-            assert self.dispatcher.outputs(worker_id, message.outputs, 0.0) == []
+            assert self.dispatcher.outputs(worker_id, message.outputs, self.now) == []
         self.num_killed += 1
 
     def start_worker(self) -> None:
@@ -151,7 +184,7 @@ class Simulation:
 
     def read(self, worker_id: int, worker: SimulatedWorker) -> None:
         message = worker.outbox.popleft()
-        self.deliver(self.dispatcher.outputs(worker_id, message.outputs, 0.0))
+        self.deliver(self.dispatcher.outputs(worker_id, message.outputs, self.now))
         self.dispatcher.worker_status(
             worker_id, message.free_blocks, message.num_running, message.num_waiting, 0
         )
@@ -170,7 +203,9 @@ class Simulation:
         """Some of what can happen next happens."""
         if len(self.workers) < self.num_workers and self.rng.random() < likely:
             self.start_worker()
-        self.send(self.dispatcher.poll(0.0))
+        self.now += 1.0
+        self.deliver(self.dispatcher.expire(self.now))
+        self.send(self.dispatcher.poll(self.now))
         for worker_id, worker in list(self.workers.items()):
             while worker.inbox and self.rng.random() < likely:
                 worker.receive()
@@ -263,3 +298,40 @@ def test_what_is_handed_over_runs_in_the_next_step(seed: int) -> None:
     (worker,) = simulation.workers.values()
     assert worker.most_left_waiting == 0
     assert worker.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_lost_under_any_policy(policy: str, seed: int) -> None:
+    """With tiers, preemption, shedding, refusals and timeouts, over links with delay."""
+    rng = random.Random(2000 + seed)
+    simulation = Simulation(
+        rng, rng.choice([1, 2]), rng.choice([10, 40]), 10_000, policy=policy, max_queued_requests=8
+    )
+    simulation.has_timeouts = True
+    for _ in range(1500):
+        if rng.random() < 0.6:
+            simulation.add()
+        if simulation.clients and rng.random() < 0.03:
+            simulation.abort()
+        if simulation.workers and rng.random() < 0.01:
+            simulation.kill(rng.choice(list(simulation.workers)))
+        simulation.turn()
+    simulation.settle()
+    dispatcher = simulation.dispatcher
+    assert simulation.refusals
+    assert all(error.status == 429 for error in simulation.refusals)
+    assert all(error.retry_after_ms is not None for error in simulation.refusals)
+    assert dispatcher.num_shed > 0
+    assert dispatcher.num_timeouts > 0
+    assert (dispatcher.num_preempted > 0) == (policy != "fcfs")
+    ends = [client.ends for client in simulation.clients.values() if not client.is_aborted]
+    assert sum(end == [FinishReason.ERROR] for end in ends) == (
+        dispatcher.num_shed + dispatcher.num_timeouts
+    )
+    check_texts(simulation.clients)
+    while any(worker.inbox for worker in simulation.workers.values()):
+        simulation.turn()
+    for worker in simulation.workers.values():
+        assert not worker.scheduler.has_unfinished
+        assert worker.scheduler.free_blocks == simulation.num_blocks

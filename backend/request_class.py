@@ -1,0 +1,72 @@
+"""Whose a request is, how urgent it is, and how long it may take."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from shoal.backend.intake import (
+    MAX_SAMPLING_BYTES,
+    SAMPLING_METADATA_NAMES,
+    ParameterValue,
+    RawRequest,
+)
+from shoal.scheduler.errors import RequestError
+from shoal.scheduler.tiers import Tier, TierTable, tenant_name
+
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+HEADER_PREFIX = "x-shoal-"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClass:
+    tenant: str
+    tier: Tier
+    timeout_s: float | None  # from submission to the last token
+
+
+def classify(raw: RawRequest, tiers: TierTable) -> RequestClass:
+    """Read tenant, slo_class and timeout, without looking at the prompt. Raises RequestError.
+
+    Request parameters win over the sampling parameters' JSON. A forwarded header such as
+    ``x-shoal-tenant`` wins over both, as a gateway sets headers and a client the rest.
+    """
+    values = {**_from_json(raw.sampling_parameters), **raw.parameters}
+    return RequestClass(
+        tenant=tenant_name(_value(values, "tenant")),
+        tier=tiers.get(_value(values, "slo_class")),
+        timeout_s=_timeout_s(_value(values, "timeout")),
+    )
+
+
+def _value(values: Mapping[str, ParameterValue], name: str) -> ParameterValue | None:
+    header = values.get(HEADER_PREFIX + name.replace("_", "-"))
+    return values.get(name) if header is None else header
+
+
+def _from_json(text: str | bytes | None) -> dict[str, ParameterValue]:
+    """What a valid JSON object says of the names allowed there; intake reports an invalid one."""
+    if text is None or len(text) > MAX_SAMPLING_BYTES:
+        return {}
+    try:
+        data = orjson.loads(text)
+    except (orjson.JSONDecodeError, UnicodeError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    return {name: data[name] for name in SAMPLING_METADATA_NAMES if data.get(name) is not None}
+
+
+def _timeout_s(value: ParameterValue | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        timeout_ms = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        timeout_ms = math.nan
+    if not 1 <= timeout_ms <= MAX_TIMEOUT_MS:
+        raise RequestError(
+            f"timeout must be a number of milliseconds in [1, {MAX_TIMEOUT_MS}].", param="timeout"
+        )
+    return timeout_ms / 1000

@@ -1,0 +1,103 @@
+"""What waits, whose it is, and what can be shed: the sums that admission decides by."""
+
+from dataclasses import dataclass, field
+
+from shoal.scheduler.policies import Ticket
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    ticket: Ticket
+    num_tokens: int
+    work: float
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant has live, queued or in service."""
+
+    num_requests: int = 0
+    num_tokens: int = 0  # prompts and the outputs they may still ask for
+
+
+@dataclass(slots=True)
+class QueueLedger:
+    """Sums over queued sequences, kept as they come and go. O(1) an operation."""
+
+    num_tokens: int = 0  # known tokens
+    work: float = 0.0  # tokens, expected outputs too
+    work_by_tier: dict[float, float] = field(default_factory=dict)  # by tier weight
+    work_by_tenant: dict[str, float] = field(default_factory=dict)
+    _entries: dict[int, _Queued] = field(default_factory=dict)
+    # By tier weight, oldest first. What was in service once is not shed: its client has tokens.
+    _sheddable: dict[float, dict[int, Ticket]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def lowest_weight(self) -> float:
+        """The weight of the lowest tier with something to shed."""
+        return min(self._sheddable, default=float("inf"))
+
+    def enter(self, ticket: Ticket, num_tokens: int, work: float, is_new: bool) -> None:
+        """A sequence is queued, new or again."""
+        assert ticket.seq_id not in self._entries
+        self._entries[ticket.seq_id] = _Queued(ticket, num_tokens, work)
+        self._add(ticket, num_tokens, work)
+        if is_new:
+            self._sheddable.setdefault(ticket.tier.weight, {})[ticket.seq_id] = ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """A sequence is queued no more."""
+        entry = self._entries.pop(ticket.seq_id)
+        self._add(ticket, -entry.num_tokens, -entry.work)
+        weight = ticket.tier.weight
+        tier = self._sheddable.get(weight)
+        if tier is not None:
+            tier.pop(ticket.seq_id, None)
+            if not tier:
+                del self._sheddable[weight]
+        if not self._entries:  # rounding errors end with the last entry
+            self.work = 0.0
+            self.work_by_tier.clear()
+            self.work_by_tenant.clear()
+
+    def newest_below(self, weight: float, num_requests: int, num_tokens: int) -> list[Ticket]:
+        """What to shed: from the lowest tier below ``weight`` up, each newest first.
+
+        Enough to free ``num_requests`` places and ``num_tokens`` tokens, or nothing.
+        """
+        chosen: list[Ticket] = []
+        for tier_weight in sorted(self._sheddable):
+            if tier_weight >= weight:
+                break
+            for ticket in reversed(self._sheddable[tier_weight].values()):
+                if num_requests <= 0 and num_tokens <= 0:
+                    return chosen
+                chosen.append(ticket)
+                num_requests -= 1
+                num_tokens -= self._entries[ticket.seq_id].num_tokens
+        return chosen if num_requests <= 0 and num_tokens <= 0 else []
+
+    def check_integrity(self, queued: dict[int, int]) -> None:
+        """Assert that the sums are those of ``queued``: known tokens by seq_id. For tests."""
+        assert {seq_id: entry.num_tokens for seq_id, entry in self._entries.items()} == queued
+        assert self.num_tokens == sum(queued.values())
+        total = sum(entry.work for entry in self._entries.values())
+        assert abs(self.work - total) < 1e-6 * max(1.0, total)
+        for weight, tickets in self._sheddable.items():
+            assert tickets
+            assert all(self._entries[seq_id].ticket is t for seq_id, t in tickets.items())
+            assert all(ticket.tier.weight == weight for ticket in tickets.values())
+
+    def _add(self, ticket: Ticket, num_tokens: int, work: float) -> None:
+        self.num_tokens += num_tokens
+        self.work += work
+        weight, tenant = ticket.tier.weight, ticket.tenant
+        self.work_by_tier[weight] = self.work_by_tier.get(weight, 0.0) + work
+        left = self.work_by_tenant.get(tenant, 0.0) + work
+        if left > 1e-6:
+            self.work_by_tenant[tenant] = left
+        else:
+            self.work_by_tenant.pop(tenant, None)
