@@ -70,6 +70,7 @@ class Engine:
             num_prompt_tokens=message.num_prompt_tokens,
             sampling=message.sampling,
             eos_token_ids=self._limits.eos_token_ids,
+            cache_salt=message.cache_salt,
             arrival_step=self._num_steps,
         )
         self._live.add(sequence.seq_id)

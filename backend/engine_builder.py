@@ -22,8 +22,10 @@ from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_build import NativeBuildError
 from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.scheduler.block_pool import BlockPool
+from shoal.scheduler.eviction import LruPolicy
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import ScheduledSequence, SchedulerOutput
+from shoal.scheduler.prefix_tree import PrefixTree
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import Sequence
@@ -141,7 +143,8 @@ def _make_scheduler(config: EngineConfig, size: KVSize) -> Scheduler:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=size.max_model_len,
     )
-    return Scheduler(limits, KVCacheManager(BlockPool(size.num_blocks, config.block_size)))
+    tree = PrefixTree(config.block_size, LruPolicy()) if config.prefix_caching else None
+    return Scheduler(limits, KVCacheManager(BlockPool(size.num_blocks, config.block_size), tree))
 
 
 def _limits(ready: WorkerReady) -> EngineLimits:

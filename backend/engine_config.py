@@ -42,6 +42,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
+    prefix_caching: bool = True  # keep computed prompt blocks for requests that begin alike
     num_threads: int | None = None  # CPU threads of the worker; None: all cores
     # Sampling parameters of requests that do not name them, as the model's makers recommend.
     default_sampling: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +66,8 @@ class EngineConfig:
             raise ConfigError("device must be one of auto, cpu, cuda, mps.")
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}.")
+        if not isinstance(self.prefix_caching, bool):
+            raise ConfigError("prefix_caching must be true or false.")
         if self.step_log is not None and not isinstance(self.step_log, str):
             raise ConfigError("step_log must be a file name.")
         _check_range("max_model_len", self.max_model_len, 16, 2**24, optional=True)

@@ -16,6 +16,7 @@ class AddSequence(msgspec.Struct, frozen=True, tag=True):
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
+    cache_salt: bytes = b""
 
 
 class AbortSequence(msgspec.Struct, frozen=True, tag=True):

@@ -2,23 +2,41 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from shoal.scheduler.block_pool import BlockPool, num_blocks_for
+from shoal.scheduler.prefix_tree import PrefixLock, PrefixMatch, PrefixTree
 from shoal.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _Shared:
+    """The first blocks of a sequence's table: the tree's, kept from eviction by ``lock``."""
+
+    lock: PrefixLock
+    num_blocks: int
 
 
 class KVCacheManager:
     """The only writer of block tables.
 
     Token ``i`` of a sequence lies in slot ``block_table[i // block_size] * block_size +
-    i % block_size``. A sequence holds one reference to each block of its table::
+    i % block_size``. With a prefix tree the first blocks of a table may be the tree's, shared with
+    other sequences and full, so nobody writes to them; the rest are the sequence's own::
 
         |<------- num_computed_tokens ------->|<- num_new_tokens ->|
         |<-------------- block_table ------------------>|<- new -->|  rounded up to whole blocks
+        |<- the tree's, locked ->|<- the sequence's own ---------->|
+
+    A block in use has one holder in the pool: the tree or a sequence. Only computed full blocks
+    enter the tree; those that nobody has locked count as free, as they are evicted on demand.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, prefix_tree: PrefixTree | None = None) -> None:
+        assert prefix_tree is None or prefix_tree.block_size == pool.block_size
         self.pool = pool
+        self.prefix_tree = prefix_tree
+        self._shared: dict[int, _Shared] = {}  # by seq_id
 
     @property
     def block_size(self) -> int:
@@ -26,7 +44,13 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return self.pool.num_free
+        """Blocks that can be had now, those of the cache that nobody reads included."""
+        return self.pool.num_free + self._num_evictable
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that the prefix tree holds, locked ones included."""
+        return self.prefix_tree.num_blocks if self.prefix_tree else 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -37,21 +61,72 @@ class KVCacheManager:
         """How many blocks the table lacks to hold the sequence's first ``num_tokens`` tokens."""
         return max(0, num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table))
 
+    def attach_prefix(self, sequence: Sequence) -> None:
+        """Start the empty table of a sequence with what the prefix tree has of its tokens.
+
+        At least one token is left to compute, since its logits are wanted.
+        """
+        assert not sequence.block_table
+        if self.prefix_tree is None:
+            return
+        match = self.prefix_tree.match(
+            sequence.cache_salt, sequence.token_ids, sequence.num_tokens - 1
+        )
+        if match.num_tokens:
+            self._share(sequence, match)
+            sequence.num_computed_tokens = match.num_tokens
+
+    def publish_prefix(self, sequence: Sequence) -> None:
+        """Put the computed full blocks of a sequence into the tree, for others to read from now on.
+
+        Where the tree had the same tokens already, the sequence reads those and gives up its own.
+        """
+        if self.prefix_tree is None or sequence.num_computed_tokens < self.block_size:
+            return
+        computed = sequence.token_ids[: sequence.num_computed_tokens]
+        result = self.prefix_tree.insert(
+            sequence.cache_salt,
+            computed,
+            sequence.block_table,
+            whole_prompt=sequence.num_computed_tokens == sequence.num_prompt_tokens,
+        )
+        before = self._shared.pop(sequence.seq_id, None)
+        self._share(sequence, result.match, count_hit=False)
+        if before is not None:
+            self.prefix_tree.unlock(before.lock)
+        self.pool.free(result.duplicate_block_ids)
+
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int) -> list[int] | None:
         """Extend the block table for the next tokens to compute.
 
         Returns the new blocks (often none), or None, and changes nothing, when they do not fit.
         """
         num_tokens = sequence.num_computed_tokens + num_new_tokens
-        blocks = self.pool.allocate(self.num_missing_blocks(sequence, num_tokens))
-        if blocks is not None:
-            sequence.block_table.extend(blocks)
+        num_blocks = self.num_missing_blocks(sequence, num_tokens)
+        if num_blocks > self.num_free_blocks:
+            return None
+        if self.prefix_tree is not None and num_blocks > self.pool.num_free:
+            self.pool.free(self.prefix_tree.evict(num_blocks - self.pool.num_free))
+        blocks = self.pool.allocate(num_blocks)
+        assert blocks is not None, "the tree evicted fewer blocks than it offered"
+        sequence.block_table.extend(blocks)
         return blocks
 
-    def free(self, sequence: Sequence) -> None:
-        """Give back all blocks of the sequence and empty its table."""
+    def free(self, sequence: Sequence, cache: bool = True) -> None:
+        """Give back all blocks of the sequence and empty its table.
+
+        With ``cache`` its computed full blocks go to the prefix tree, where the next turn of a chat,
+        or the sequence itself after a preemption, finds them.
+        """
+        if cache:
+            self.publish_prefix(sequence)
+        shared = self._shared.pop(sequence.seq_id, None)
+        num_shared = 0
+        if shared is not None and self.prefix_tree is not None:
+            num_shared = shared.num_blocks
+            self.prefix_tree.unlock(shared.lock)
         # Last block first: the head of a prompt is the likeliest to be asked for again.
-        self.pool.free(reversed(sequence.block_table))
+        self.pool.free(reversed(sequence.block_table[num_shared:]))
         sequence.block_table.clear()
 
     def slot_mapping(self, sequence: Sequence, num_new_tokens: int) -> list[int]:
@@ -64,13 +139,36 @@ class KVCacheManager:
         ]
 
     def check_integrity(self, live_sequences: Iterable[Sequence]) -> None:
-        """Assert that the tables of the live sequences account for every reference."""
+        """Assert that tree and tables account for every block: free + cached + own = total."""
         self.pool.check_integrity()
-        holders: Counter[int] = Counter()
+        tree_blocks: set[int] = set()
+        if self.prefix_tree is not None:
+            self.prefix_tree.check_integrity()
+            tree_blocks = set(self.prefix_tree.block_ids())
+        holders: Counter[int] = Counter(tree_blocks)
+        sharing = set(self._shared)
         for sequence in live_sequences:
             table = sequence.block_table
+            shared = self._shared.get(sequence.seq_id)
+            num_shared = shared.num_blocks if shared else 0
+            sharing.discard(sequence.seq_id)
             assert len(set(table)) == len(table), f"sequence {sequence.seq_id} repeats a block"
             assert self.num_missing_blocks(sequence, sequence.num_computed_tokens) == 0
-            holders.update(table)
+            assert num_shared * self.block_size <= sequence.num_computed_tokens
+            assert tree_blocks.issuperset(table[:num_shared])
+            holders.update(table[num_shared:])
+        assert not sharing, f"finished sequences {sharing} still lock the tree"
         for block_id in range(self.pool.num_blocks):
             assert self.pool.ref_count(block_id) == holders[block_id], f"block {block_id} leaked"
+
+    @property
+    def _num_evictable(self) -> int:
+        return self.prefix_tree.num_evictable if self.prefix_tree else 0
+
+    def _share(self, sequence: Sequence, match: PrefixMatch, count_hit: bool = True) -> None:
+        """Lock the matched path and make its blocks the beginning of the sequence's table."""
+        assert self.prefix_tree is not None
+        num_blocks = len(match.block_ids)
+        lock = self.prefix_tree.lock(match, count_hit=count_hit)
+        sequence.block_table[:num_blocks] = match.block_ids
+        self._shared[sequence.seq_id] = _Shared(lock, num_blocks)

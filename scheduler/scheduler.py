@@ -128,6 +128,8 @@ class Scheduler:
             samples = item.samples
             sequence.num_computed_tokens += item.num_tokens
             if samples:
+                if sequence.num_output_tokens == 0:
+                    self.kv.publish_prefix(sequence)  # the whole prompt is computed: share it
                 outputs.append(self._append(sequence, sampled[sequence.seq_id]))
         return outputs
 
@@ -152,12 +154,19 @@ class Scheduler:
         )
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
+            num_free_before = self.kv.num_free_blocks
+            self.kv.attach_prefix(sequence)
+            spare -= num_free_before - self.kv.num_free_blocks  # cached blocks it now locks
             num_blocks = self.kv.num_missing_blocks(sequence, sequence.num_tokens + 1)
             # A preempted sequence also leaves a block for each running one to grow into; else it
             # would soon be preempted again, with its recompute wasted.
             margin = len(self._running) if sequence.status is SequenceStatus.PREEMPTED else 0
             if num_blocks + margin > spare:
+                self.kv.free(sequence, cache=False)
+                sequence.num_computed_tokens = 0
                 return
+            if sequence.status is SequenceStatus.WAITING:
+                sequence.num_cached_tokens = sequence.num_computed_tokens
             spare -= num_blocks
             self._waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
@@ -197,13 +206,17 @@ class Scheduler:
         """Move the latest arrived running sequence to the front of the waiting, to recompute."""
         assert len(self._running) > 1, "one sequence outgrew the whole KV pool"
         victim = self._running.pop()
-        self.kv.free(victim)
-        victim.num_computed_tokens = 0
+        self._reset(victim)
         victim.num_preemptions += 1
         victim.status = SequenceStatus.PREEMPTED
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
         return victim
+
+    def _reset(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks; what of them stays cached it finds again when admitted."""
+        self.kv.free(sequence)
+        sequence.num_computed_tokens = 0
 
     def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
         output_index = sequence.num_output_tokens
@@ -238,12 +251,12 @@ class Scheduler:
         )
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """The one way out: leave every list, free the blocks."""
+        """The one way out: leave every list, free the blocks (a failed one's are not cached)."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
         del self._live[sequence.seq_id]
-        self.kv.free(sequence)
+        self.kv.free(sequence, cache=reason is not FinishReason.ERROR)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason

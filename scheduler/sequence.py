@@ -36,6 +36,7 @@ class Sequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
+    cache_salt: bytes = b""  # who may share its prefix: equal salts alone meet in the cache
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0

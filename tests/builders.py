@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.scheduler.block_pool import BlockPool
+from shoal.scheduler.eviction import LruPolicy
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
+from shoal.scheduler.prefix_tree import PrefixTree
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import Sequence
@@ -29,14 +31,22 @@ def make_sequence(
     num_prompt_tokens: int = 16,
     *,
     num_output_tokens: int = 0,
+    prompt_seed: int | None = None,
+    cache_salt: bytes = b"",
     eos_token_ids: frozenset[int] = frozenset({EOS}),
     **sampling: Any,
 ) -> Sequence:
-    """A sequence as it arrives; with outputs, as a replay does."""
-    prompt = [10 + (seq_id + i) % 100 for i in range(num_prompt_tokens)]
+    """A sequence as it arrives; with outputs, as a replay does. Equal seeds, equal prompts."""
+    seed = seq_id if prompt_seed is None else prompt_seed
+    prompt = [10 + (seed + i) % 100 for i in range(num_prompt_tokens)]
     outputs = [fake_token(seq_id, i).token_id for i in range(num_output_tokens)]
     return Sequence(
-        seq_id, prompt + outputs, num_prompt_tokens, make_sampling(**sampling), eos_token_ids
+        seq_id,
+        prompt + outputs,
+        num_prompt_tokens,
+        make_sampling(**sampling),
+        eos_token_ids,
+        cache_salt,
     )
 
 
@@ -47,6 +57,7 @@ def make_scheduler(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 512,
     max_model_len: int | None = None,
+    prefix_caching: bool = False,
 ) -> Scheduler:
     """A scheduler over a new pool; by default a sequence may fill the whole pool."""
     config = SchedulerConfig(
@@ -54,7 +65,8 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len or num_blocks * block_size,
     )
-    return Scheduler(config, KVCacheManager(BlockPool(num_blocks, block_size)))
+    tree = PrefixTree(block_size, LruPolicy()) if prefix_caching else None
+    return Scheduler(config, KVCacheManager(BlockPool(num_blocks, block_size), tree))
 
 
 @dataclass(frozen=True)
@@ -70,14 +82,42 @@ class Step:
         return {result.seq_id for result in self.results if result.token is not None}
 
 
+class FakeKVContents:
+    """What a model would have left in each slot: the whole prefix that its KV depends on."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[bytes, int]] = {}
+
+    def run(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Check that each sequence finds its own prefix in its slots; write what it computes."""
+        for item in output.scheduled:
+            sequence, kv = item.sequence, scheduler.kv
+            prefix = hash(sequence.cache_salt)
+            num_known = sequence.num_computed_tokens + item.num_tokens
+            for position, token_id in enumerate(sequence.token_ids[:num_known]):
+                prefix = hash((prefix, token_id))
+                block_id = sequence.block_table[position // kv.block_size]
+                slot = block_id * kv.block_size + position % kv.block_size
+                if position < sequence.num_computed_tokens:
+                    found = self._slots.get(slot)
+                    assert found == (sequence.cache_salt, prefix), (
+                        f"sequence {sequence.seq_id} reads a wrong slot at position {position}"
+                    )
+                else:
+                    self._slots[slot] = (sequence.cache_salt, prefix)
+
+
 def run_step(
     scheduler: Scheduler,
     *,
     tokens: Mapping[int, int] | None = None,
     failed: Mapping[int, str] | None = None,
+    contents: "FakeKVContents | None" = None,
 ) -> Step:
     """Schedule, pretend to run, update. ``tokens`` replaces the fake token of some seq_ids."""
     output = scheduler.schedule()
+    if contents is not None:
+        contents.run(scheduler, output)
     num_tokens = {item.sequence.seq_id: item.num_tokens for item in output.scheduled}
     sampled = {
         item.sequence.seq_id: fake_token(item.sequence.seq_id, item.sequence.num_output_tokens)

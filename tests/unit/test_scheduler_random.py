@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
-from builders import Step, fake_token, make_scheduler, make_sequence, run_step
+from builders import FakeKVContents, Step, fake_token, make_scheduler, make_sequence, run_step
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -45,10 +45,13 @@ def check_step(scheduler: Scheduler, step: Step, was_live: bool) -> None:
     assert not {item.sequence.seq_id for item in scheduled} & set(step.output.preempted)
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_workload(seed: int) -> None:
+def test_random_workload(seed: int, prefix_caching: bool) -> None:
     rng = random.Random(seed)
+    contents = FakeKVContents()
     scheduler = make_scheduler(
+        prefix_caching=prefix_caching,
         num_blocks=rng.choice([6, 20, 60]),
         block_size=rng.choice([1, 4, 16]),
         max_num_seqs=rng.choice([1, 4, 16]),
@@ -60,7 +63,13 @@ def test_random_workload(seed: int) -> None:
         if rng.random() < 0.4:
             num_prompt = rng.randint(1, max(1, longest // rng.choice([2, 8, 50])))
             max_tokens = rng.randint(1, min(60, longest - num_prompt))
-            sequence = make_sequence(len(ledger.sequences), num_prompt, max_tokens=max_tokens)
+            sequence = make_sequence(
+                len(ledger.sequences),
+                num_prompt,
+                prompt_seed=rng.randint(0, 3),
+                cache_salt=rng.choice([b"", b"a"]),
+                max_tokens=max_tokens,
+            )
             ledger.sequences[sequence.seq_id] = sequence
             scheduler.add(sequence)
         if ledger.sequences and rng.random() < 0.1:
@@ -70,11 +79,11 @@ def test_random_workload(seed: int) -> None:
         was_live = scheduler.has_unfinished
         fails = rng.random() < 0.05 and ledger.sequences
         failed = {rng.choice(list(ledger.sequences)): "broken"} if fails else {}
-        step = run_step(scheduler, failed=failed)
+        step = run_step(scheduler, failed=failed, contents=contents)
         check_step(scheduler, step, was_live)
         ledger.take(step)
     while scheduler.has_unfinished:
-        step = run_step(scheduler)
+        step = run_step(scheduler, contents=contents)
         check_step(scheduler, step, True)
         ledger.take(step)
     assert ledger.ended == set(ledger.sequences)
@@ -85,11 +94,18 @@ def test_random_workload(seed: int) -> None:
 class SchedulerMachine(RuleBasedStateMachine):
     """A tiny pool and budget, so that hypothesis reaches every corner in few moves."""
 
+    prefix_caching = False
+
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = make_scheduler(
-            num_blocks=5, block_size=2, max_num_seqs=3, max_num_batched_tokens=4
+            num_blocks=5,
+            block_size=2,
+            max_num_seqs=3,
+            max_num_batched_tokens=4,
+            prefix_caching=self.prefix_caching,
         )
+        self.contents = FakeKVContents()
         self.ledger = Ledger()
 
     @rule(num_prompt=st.integers(1, 9), max_tokens=st.integers(1, 9), num_outputs=st.integers(0, 3))
@@ -98,7 +114,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens = min(max_tokens, 10 - num_prompt)
         seq_id = len(self.ledger.sequences)
         sequence = make_sequence(
-            seq_id, num_prompt, num_output_tokens=num_outputs, max_tokens=max_tokens
+            seq_id,
+            num_prompt,
+            num_output_tokens=num_outputs,
+            prompt_seed=seq_id % 2,
+            max_tokens=max_tokens,
         )
         self.ledger.sequences[seq_id] = sequence
         self.ledger.num_outputs[seq_id] = num_outputs
@@ -114,7 +134,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(fails=st.integers(0, 8))
     def step(self, fails: int) -> None:
         was_live = self.scheduler.has_unfinished
-        step = run_step(self.scheduler, failed={fails: "broken"} if fails < 3 else {})
+        failed = {fails: "broken"} if fails < 3 else {}
+        step = run_step(self.scheduler, failed=failed, contents=self.contents)
         check_step(self.scheduler, step, was_live)
         self.ledger.take(step)
 
@@ -129,7 +150,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.free_blocks == 5
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
-)
+class CachingSchedulerMachine(SchedulerMachine):
+    prefix_caching = True
+
+
+_SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+SchedulerMachine.TestCase.settings = _SETTINGS
+CachingSchedulerMachine.TestCase.settings = _SETTINGS
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestCachingSchedulerMachine = CachingSchedulerMachine.TestCase
