@@ -282,6 +282,7 @@ class DispatchLoop:
                 slo_class=request_class.tier.name,
                 timeout_s=request_class.timeout_s,
                 arrival=live.submitted_at,
+                cache_salt=request_class.cache_salt,
             )
         except RequestError as error:
             self._fail(seq_id, error)
@@ -321,6 +322,7 @@ class DispatchLoop:
                             list(sequence.token_ids),
                             sequence.num_prompt_tokens,
                             sequence.sampling,
+                            sequence.cache_salt,
                         )
                     )
                 case Abort(seq_id=seq_id):

@@ -1,5 +1,6 @@
 """Whose a request is, how urgent it is, and how long it may take."""
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from shoal.backend.intake import (
     RawRequest,
 )
 from shoal.scheduler.errors import RequestError
-from shoal.scheduler.tiers import Tier, TierTable, tenant_name
+from shoal.scheduler.tiers import DEFAULT_TENANT, Tier, TierTable, tenant_name
 
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 HEADER_PREFIX = "x-shoal-"
@@ -24,6 +25,7 @@ class RequestClass:
     tenant: str
     tier: Tier
     timeout_s: float | None  # from submission to the last token
+    cache_salt: bytes = b""  # only requests of equal salts share cached prefixes
 
 
 def classify(raw: RawRequest, tiers: TierTable) -> RequestClass:
@@ -33,10 +35,12 @@ def classify(raw: RawRequest, tiers: TierTable) -> RequestClass:
     ``x-shoal-tenant`` wins over both, as a gateway sets headers and a client the rest.
     """
     values = {**_from_json(raw.sampling_parameters), **raw.parameters}
+    tenant = tenant_name(_value(values, "tenant"))
     return RequestClass(
-        tenant=tenant_name(_value(values, "tenant")),
+        tenant=tenant,
         tier=tiers.get(_value(values, "slo_class")),
         timeout_s=_timeout_s(_value(values, "timeout")),
+        cache_salt=_cache_salt(tenant, _value(values, "cache_salt")),
     )
 
 
@@ -56,6 +60,16 @@ def _from_json(text: str | bytes | None) -> dict[str, ParameterValue]:
     if not isinstance(data, dict):
         return {}
     return {name: data[name] for name in SAMPLING_METADATA_NAMES if data.get(name) is not None}
+
+
+def _cache_salt(tenant: str, own: ParameterValue | None) -> bytes:
+    """One salt for each tenant, and within it for each ``cache_salt`` that a request names.
+
+    Empty, the public salt, for the default tenant without one.
+    """
+    if tenant == DEFAULT_TENANT and own is None:
+        return b""
+    return hashlib.sha256(f"{tenant}\0{'' if own is None else own}".encode()).digest()
 
 
 def _timeout_s(value: ParameterValue | None) -> float | None:

@@ -81,6 +81,7 @@ class DispatchedSequence:
     sampling: SamplingParams
     ticket: Ticket
     timeout_s: float | None = None  # from arrival to the last token
+    cache_salt: bytes = b""  # only sequences of equal salts share cached prefixes
     num_replays: int = 0  # worker deaths since its last token
     worker_id: int | None = None  # None: queued
     handed_over: float = 0.0  # seconds, when worker_id is set
@@ -293,6 +294,7 @@ class Dispatcher:
         timeout_s: float | None = None,
         arrival: float | None = None,
         prefix_hit: float = 0.0,
+        cache_salt: bytes = b"",
     ) -> list[Delivery]:
         """Queue a sequence; poll next, so that it leaves the queue when a worker has room.
 
@@ -326,7 +328,7 @@ class Dispatcher:
             prefix_hit,
         )
         sequence = DispatchedSequence(
-            seq_id, list(prompt_token_ids), num_tokens, sampling, ticket, timeout_s
+            seq_id, list(prompt_token_ids), num_tokens, sampling, ticket, timeout_s, cache_salt
         )
         self._num_added += 1
         self._sequences[seq_id] = sequence

@@ -115,8 +115,8 @@ class KVCacheManager:
     def free(self, sequence: Sequence, cache: bool = True) -> None:
         """Give back all blocks of the sequence and empty its table.
 
-        With ``cache`` its computed full blocks go to the prefix tree, where the next turn of a chat,
-        or the sequence itself after a preemption, finds them.
+        With ``cache`` its computed full blocks go to the prefix tree, where the next turn of a
+        chat, or the sequence itself after a preemption, finds them.
         """
         if cache:
             self.publish_prefix(sequence)
