@@ -299,3 +299,20 @@ class TestEstimates:
         service.run(until=1000.0)
         assert len(errors) > 100
         assert percentile(errors, 0.5) < 0.5
+
+
+def test_a_cached_prompt_is_charged_less_than_another() -> None:
+    dispatcher = with_worker(make_dispatcher(policy="vtc"))
+    for seq_id in (0, 1):
+        add(dispatcher, seq_id, 100, tenant="cached")
+        add(dispatcher, 10 + seq_id, 40, tenant="plain")
+    order = []
+    for _ in range(4):
+        (command,) = dispatcher.poll(0.0)
+        assert isinstance(command, Add)
+        seq_id = command.sequence.seq_id
+        order.append(seq_id)
+        cached = 100 if seq_id < 10 else 0
+        output = StepOutput(seq_id, 0, fake_token(seq_id, 0), FinishReason.STOP, cached)
+        dispatcher.outputs(1, [output], 0.0)
+    assert order == [0, 10, 1, 11]
