@@ -406,9 +406,6 @@ class Dispatcher:
             return []
         self._aborts = [abort for abort in self._aborts if abort.worker_id != worker_id]
         deliveries = []
-        for sequence in self._sequences.values():
-            if sequence.preempted_from == worker_id:
-                sequence.preempted_from = None
         for seq_id in worker.reserved:
             sequence = self._sequences[seq_id]
             sequence.worker_id = None

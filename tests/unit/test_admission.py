@@ -1,10 +1,11 @@
 """What the dispatcher refuses, sheds and times out, and when it says to retry."""
 
+import random
 from typing import Any
 
 import pytest
 from builders import fake_token, make_sampling
-from virtual_service import Request, VirtualService
+from virtual_service import Request, VirtualService, percentile
 
 from shoal.scheduler.dispatcher import (
     Abort,
@@ -269,22 +270,49 @@ class TestEstimates:
             dispatcher.estimate(0.0).check("a", TIERS.get("high"), None)
         assert error.value.status == 503
 
-    def test_retry_times_of_a_full_queue_are_those_of_its_drain(self) -> None:
-        """Half of the clients that retry when told find a place, or nearly so."""
+    @pytest.mark.parametrize("overload", [2, 6])
+    def test_a_client_that_retries_when_told_is_taken_about_then(self, overload: int) -> None:
+        """Error of the first retry time against when the client was taken in the end."""
         service = VirtualService(make_dispatcher(40))
-        for index in range(4000):
-            service.ask(Request(index / 40, 64, 16))  # about twice what it can do
-        service.run(until=60.0)
-        errors = []
-        for request in service.requests:
-            if request.error is None or not 20.0 < request.at < 50.0:
-                continue
-            assert request.error.retry_after_ms is not None
-            assert request.ended_at is not None
-            errors.append(request.error.retry_after_ms)
+        errors: list[float] = []
+        refused: dict[int, tuple[Request, float]] = {}  # id of a retry -> first refusal, told
+
+        def retry(ended: Request) -> Request | None:
+            first, told = refused.get(id(ended), (ended, 0.0))
+            if ended.error is None:
+                if first is not ended:
+                    errors.append(abs(ended.at - first.at - told) / (ended.at - first.at))
+                return None
+            assert ended.error.code == "queue_full"
+            assert ended.error.retry_after_ms is not None
+            again_s = ended.error.retry_after_ms / 1000
+            again = Request(service.now + again_s, ended.num_prompt, ended.num_outputs)
+            refused[id(again)] = (first, told or again_s)
+            return again
+
+        service.on_end = retry
+        rng = random.Random(overload)
+        at = 0.0
+        while at < 15.0:
+            at += rng.expovariate(24.0 * overload)
+            service.ask(Request(at, rng.randint(16, 96), rng.randint(4, 24)))
+        service.run(until=1000.0)
         assert len(errors) > 100
-        # In the steady state a refused client's place is its rank among the refused, at this rate.
-        estimate = service.dispatcher.estimate(service.now)
-        served = [r for r in service.requests if r.first_token_at and r.first_token_at > 20.0]
-        per_s = len(served) / (service.now - 20.0)
-        assert 1 / estimate.interval_s == pytest.approx(per_s, rel=0.25)
+        assert percentile(errors, 0.5) < 0.5
+
+
+def test_a_cached_prompt_is_charged_less_than_another() -> None:
+    dispatcher = with_worker(make_dispatcher(policy="vtc"))
+    for seq_id in (0, 1):
+        add(dispatcher, seq_id, 100, tenant="cached")
+        add(dispatcher, 10 + seq_id, 40, tenant="plain")
+    order = []
+    for _ in range(4):
+        (command,) = dispatcher.poll(0.0)
+        assert isinstance(command, Add)
+        seq_id = command.sequence.seq_id
+        order.append(seq_id)
+        cached = 100 if seq_id < 10 else 0
+        output = StepOutput(seq_id, 0, fake_token(seq_id, 0), FinishReason.STOP, cached)
+        dispatcher.outputs(1, [output], 0.0)
+    assert order == [0, 10, 1, 11]

@@ -119,12 +119,10 @@ def test_vtc_keeps_two_backlogged_tenants_within_the_papers_bound(seed: int) -> 
         served = backlog.weighted_service()
         gaps.append(served.get("red", 0.0) - served.get("green", 0.0))
 
-    for until in range(1, 31):
-        service.run(until=float(until))
-        note_gap()
+    service.run(until=15.0, each_step=note_gap)
     # Any interval: its gap is a difference of two of these.
     assert max(gaps) - min(gaps) <= bound
-    assert sum(backlog.weighted_service().values()) > 5 * bound or num_blocks == 200
+    assert min(backlog.weighted_service().values()) > 2000
 
 
 def jain(values: list[float]) -> float:
