@@ -1,10 +1,11 @@
 """The CPU kernels against the torch reference and this machine's limits.
 
-    python load/kernel_bench.py [--threads N] [--rounds N] [--report FILE]
+    OMP_WAIT_POLICY=PASSIVE python load/kernel_bench.py [--threads N] [--rounds N] [--report FILE]
 
 Reference and native take turns (A B A B ...) in one process and medians are compared, so that
 whatever else the machine does falls on both. Steps are timed by the clock; products, which are
-short, on one thread by the time that it had a core. Writes a Markdown report.
+short, on one thread by the time that it had a core. PASSIVE is how the worker runs. Writes a
+Markdown report.
 """
 
 import argparse
@@ -201,7 +202,7 @@ def main() -> None:
         "",
         "Made by `python load/kernel_bench.py`. Reference and native take turns in one process, "
         f"medians of {args.rounds} rounds, {args.threads} threads, {library.instructions}, "
-        f"torch {torch.__version__}.",
+        f"torch {torch.__version__}, OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'unset')}.",
         "",
         limits(args.rounds),
         "",
