@@ -37,7 +37,7 @@ def build_library(directory: Path, notify: Notify | None = None) -> Path:
     if notify:
         notify(f"compiling the CPU kernels with {Path(compiler).name} (some seconds, once)")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds code to be run
         with tempfile.TemporaryDirectory(dir=directory, prefix=".build-") as folder:
             library = _compile(compiler, march, Path(folder))
             os.replace(library, target)

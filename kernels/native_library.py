@@ -299,5 +299,5 @@ def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     for idx, part in enumerate((gate, up)):
         padded = part.new_zeros(num_groups * half, *part.shape[1:])
         padded[: part.shape[0]] = part
-        out[:, idx] = padded.unflatten(0, (num_groups, half))
+        out[:, idx] = padded.view(out[:, idx].shape)
     return out.flatten(0, 2)
