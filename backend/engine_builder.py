@@ -44,8 +44,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
     torch.set_num_threads(config.num_threads or num_usable_cpus())
     step_log = StepLog(Path(config.step_log)) if config.step_log else None
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype)
     native = choose_kernels(config.kernels, device, progress)
+    dtype = choose_dtype(config.dtype, native)
     loaded = load_model(resolve_weights(config.weights), dtype, device, progress)
     model = _on_kernels(loaded.model, native, progress)
     progress("kv cache", 0, 0)
@@ -82,9 +82,15 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str) -> torch.dtype:
-    """``auto``: float32, in which a batch of any size rounds least and text is the most stable."""
-    return {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+def choose_dtype(name: str, native: NativeLibrary | None) -> torch.dtype:
+    """``auto``: bfloat16 where native kernels compute in it, else float32.
+
+    The native kernels give a text that depends on nothing else in either; without them float32 is
+    what keeps it the most stable.
+    """
+    if name == "auto":
+        name = "bfloat16" if native is not None and native.has_bf16 else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def choose_kernels(name: str, device: torch.device, progress: Progress) -> NativeLibrary | None:

@@ -124,6 +124,11 @@ class NativeLibrary:
         """Which vector instructions this build uses."""
         return str(self.functions.shoal_instructions().decode())
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether this CPU multiplies bfloat16 itself, which makes it the faster type."""
+        return "bf16" in self.instructions
+
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         """Copy ``weight`` [out_features, in_features] into panels."""
         rows, columns = weight.shape

@@ -28,15 +28,13 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
-def story(
-    server: Served, max_tokens: int = 120, temperature: float = 1.0
-) -> "asyncio.Task[Answer]":
+def story(server: Served, max_tokens: int = 120) -> "asyncio.Task[Answer]":
     return asyncio.create_task(
         generate(
             server.grpc_url,
             MODEL,
             "Once upon a time",
-            temperature=temperature,
+            temperature=1.0,
             seed=3,
             max_tokens=max_tokens,
             ignore_eos=True,
@@ -64,9 +62,9 @@ async def test_killed_worker_changes_no_text(victim: Served) -> None:
 
 async def test_more_sequences_than_the_pool_holds_all_finish(victim: Served) -> None:
     """256 blocks of 16 tokens for 24 sequences of up to 270: preemption, and the same text."""
-    expected = await story(victim, 250, temperature=0.0)
+    expected = await story(victim, 250)
     before = victim.status()["num_preemptions"]
-    answers = await asyncio.gather(*(story(victim, 250, temperature=0.0) for _ in range(24)))
+    answers = await asyncio.gather(*(story(victim, 250) for _ in range(24)))
     assert {answer.text for answer in answers} == {expected.text}
     assert victim.status()["num_preemptions"] > before
     assert victim.wait_idle()["free_blocks"] == 256
