@@ -1,6 +1,7 @@
 """From settings to an engine that is ready to step."""
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_build import NativeBuildError
 from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.scheduler.block_pool import BlockPool
-from shoal.scheduler.eviction import LruPolicy
+from shoal.scheduler.eviction import EvictionPolicy, LfuPolicy, LruPolicy, ReusePolicy
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import ScheduledSequence, SchedulerOutput
 from shoal.scheduler.prefix_tree import PrefixTree
@@ -33,6 +34,8 @@ from shoal.scheduler.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 # Called with a phase, and bytes done and in all (0 where a phase has none).
+GHOSTS_PER_BLOCK = 20  # evicted blocks whose history the reuse policy keeps, for each there is
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -149,8 +152,17 @@ def _make_scheduler(config: EngineConfig, size: KVSize) -> Scheduler:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=size.max_model_len,
     )
-    tree = PrefixTree(config.block_size, LruPolicy()) if config.prefix_caching else None
+    tree = _make_prefix_tree(config, size.num_blocks) if config.prefix_caching else None
     return Scheduler(limits, KVCacheManager(BlockPool(size.num_blocks, config.block_size), tree))
+
+
+def _make_prefix_tree(config: EngineConfig, num_blocks: int) -> PrefixTree:
+    policies: dict[str, Callable[[], EvictionPolicy]] = {
+        "lru": LruPolicy,
+        "lfu": LfuPolicy,
+        "reuse": lambda: ReusePolicy(GHOSTS_PER_BLOCK * num_blocks),
+    }
+    return PrefixTree(config.block_size, policies[config.prefix_eviction](), time.monotonic)
 
 
 def _limits(ready: WorkerReady) -> EngineLimits:

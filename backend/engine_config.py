@@ -12,6 +12,7 @@ from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.tiers import DEFAULT_TIER, TenantTable, TierTable
 
 DTYPES = ("auto", "float32", "bfloat16")
+PREFIX_EVICTIONS = ("lru", "lfu", "reuse")
 KERNELS = ("auto", "reference", "native")
 
 
@@ -42,7 +43,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
-    prefix_caching: bool = True  # keep computed prompt blocks for requests that begin alike
+    prefix_caching: bool = True  # keep computed blocks for requests that begin alike
+    prefix_eviction: str = "reuse"  # which cached blocks go first: lru, lfu, or least reusable
     num_threads: int | None = None  # CPU threads of the worker; None: all cores
     # Sampling parameters of requests that do not name them, as the model's makers recommend.
     default_sampling: dict[str, Any] = field(default_factory=dict)
@@ -68,6 +70,8 @@ class EngineConfig:
             raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}.")
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError("prefix_caching must be true or false.")
+        if self.prefix_eviction not in PREFIX_EVICTIONS:
+            raise ConfigError(f"prefix_eviction must be one of {', '.join(PREFIX_EVICTIONS)}.")
         if self.step_log is not None and not isinstance(self.step_log, str):
             raise ConfigError("step_log must be a file name.")
         _check_range("max_model_len", self.max_model_len, 16, 2**24, optional=True)

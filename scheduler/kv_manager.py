@@ -76,22 +76,21 @@ class KVCacheManager:
             self._share(sequence, match)
             sequence.num_computed_tokens = match.num_tokens
 
-    def publish_prefix(self, sequence: Sequence) -> None:
+    def publish_prefix(self, sequence: Sequence, finished: bool = False) -> None:
         """Put the computed full blocks of a sequence into the tree, for others to read from now on.
 
         Where the tree had the same tokens already, the sequence reads those and gives up its own.
         """
         if self.prefix_tree is None or sequence.num_computed_tokens < self.block_size:
             return
-        computed = sequence.token_ids[: sequence.num_computed_tokens]
         result = self.prefix_tree.insert(
             sequence.cache_salt,
-            computed,
+            sequence.token_ids[: sequence.num_computed_tokens],
             sequence.block_table,
-            whole_prompt=sequence.num_computed_tokens == sequence.num_prompt_tokens,
+            sequence.num_output_tokens if finished else None,
         )
         before = self._shared.pop(sequence.seq_id, None)
-        self._share(sequence, result.match, count_hit=False)
+        self._share(sequence, result.match)
         if before is not None:
             self.prefix_tree.unlock(before.lock)
         self.pool.free(result.duplicate_block_ids)
@@ -112,14 +111,14 @@ class KVCacheManager:
         sequence.block_table.extend(blocks)
         return blocks
 
-    def free(self, sequence: Sequence, cache: bool = True) -> None:
+    def free(self, sequence: Sequence, cache: bool = True, finished: bool = False) -> None:
         """Give back all blocks of the sequence and empty its table.
 
         With ``cache`` its computed full blocks go to the prefix tree, where the next turn of a
         chat, or the sequence itself after a preemption, finds them.
         """
         if cache:
-            self.publish_prefix(sequence)
+            self.publish_prefix(sequence, finished)
         shared = self._shared.pop(sequence.seq_id, None)
         num_shared = 0
         if shared is not None and self.prefix_tree is not None:
@@ -165,10 +164,10 @@ class KVCacheManager:
     def _num_evictable(self) -> int:
         return self.prefix_tree.num_evictable if self.prefix_tree else 0
 
-    def _share(self, sequence: Sequence, match: PrefixMatch, count_hit: bool = True) -> None:
+    def _share(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Lock the matched path and make its blocks the beginning of the sequence's table."""
         assert self.prefix_tree is not None
         num_blocks = len(match.block_ids)
-        lock = self.prefix_tree.lock(match, count_hit=count_hit)
+        lock = self.prefix_tree.lock(match)
         sequence.block_table[:num_blocks] = match.block_ids
         self._shared[sequence.seq_id] = _Shared(lock, num_blocks)

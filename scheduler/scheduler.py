@@ -257,6 +257,6 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         del self._live[sequence.seq_id]
-        self.kv.free(sequence, cache=reason is not FinishReason.ERROR)
+        self.kv.free(sequence, cache=reason is not FinishReason.ERROR, finished=True)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
