@@ -33,9 +33,9 @@ from shoal.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Called with a phase, and bytes done and in all (0 where a phase has none).
 GHOSTS_PER_BLOCK = 20  # evicted blocks whose history the reuse policy keeps, for each there is
 
+# Called with a phase, and bytes done and in all (0 where a phase has none).
 Progress = Callable[[str, int, int], None]
 
 

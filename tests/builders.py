@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.scheduler.block_pool import BlockPool
-from shoal.scheduler.eviction import LruPolicy
+from shoal.scheduler.eviction import EvictionPolicy
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
 from shoal.scheduler.prefix_tree import PrefixTree
@@ -57,15 +57,16 @@ def make_scheduler(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 512,
     max_model_len: int | None = None,
-    prefix_caching: bool = False,
+    prefix_eviction: EvictionPolicy | None = None,
 ) -> Scheduler:
-    """A scheduler over a new pool; by default a sequence may fill the whole pool."""
+    """A scheduler over a new pool; by default a sequence may fill the whole pool, and
+    nothing is cached."""
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len or num_blocks * block_size,
     )
-    tree = PrefixTree(block_size, LruPolicy()) if prefix_caching else None
+    tree = PrefixTree(block_size, prefix_eviction) if prefix_eviction else None
     return Scheduler(config, KVCacheManager(BlockPool(num_blocks, block_size), tree))
 
 

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from shoal.scheduler.eviction import LfuPolicy, LruPolicy, ReusePolicy
 from shoal.scheduler.scheduler import Scheduler
 from shoal.scheduler.sequence import FinishReason, Sequence
 
@@ -45,13 +46,20 @@ def check_step(scheduler: Scheduler, step: Step, was_live: bool) -> None:
     assert not {item.sequence.seq_id for item in scheduled} & set(step.output.preempted)
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
+def small_reuse() -> ReusePolicy:
+    return ReusePolicy(max_ghost_blocks=50)
+
+
+EVICTIONS = {"none": lambda: None, "lru": LruPolicy, "lfu": LfuPolicy, "reuse": small_reuse}
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("seed", range(12))
-def test_random_workload(seed: int, prefix_caching: bool) -> None:
+def test_random_workload(seed: int, eviction: str) -> None:
     rng = random.Random(seed)
     contents = FakeKVContents()
     scheduler = make_scheduler(
-        prefix_caching=prefix_caching,
+        prefix_eviction=EVICTIONS[eviction](),
         num_blocks=rng.choice([6, 20, 60]),
         block_size=rng.choice([1, 4, 16]),
         max_num_seqs=rng.choice([1, 4, 16]),
@@ -94,7 +102,7 @@ def test_random_workload(seed: int, prefix_caching: bool) -> None:
 class SchedulerMachine(RuleBasedStateMachine):
     """A tiny pool and budget, so that hypothesis reaches every corner in few moves."""
 
-    prefix_caching = False
+    eviction = "none"
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=2,
             max_num_seqs=3,
             max_num_batched_tokens=4,
-            prefix_caching=self.prefix_caching,
+            prefix_eviction=EVICTIONS[self.eviction](),
         )
         self.contents = FakeKVContents()
         self.ledger = Ledger()
@@ -151,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class CachingSchedulerMachine(SchedulerMachine):
-    prefix_caching = True
+    eviction = "reuse"
 
 
 _SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
