@@ -161,9 +161,9 @@ def _features_of(usage: NodeUsage) -> tuple[int, ...]:
     """One number for each trait: the trait's number times 1000, plus its coarse value.
 
     A never-hit run is known by its turn, its size, the rhythm of its session and how shared its
-    parent is; a run with hits by their count, its rhythm, its fan-out, its size and turn. Both: how
-    much the last request added relative to the path, the length of the path, and that of the last
-    output at this stage of the session.
+    parent is; a run with hits by their count, its rhythm, its fan-out, its size, its turn and what
+    its last request added. Both: that addition relative to the path, the length of the path, and
+    the length of the last output at this stage of the session.
     """
     tail = int(usage.is_tail)
     gap = _log_bucket(int(usage.last_gap / 10), 8)
