@@ -60,6 +60,11 @@ class HeartbeatMonitor:
         return float("inf") if self._beat_at is None else time.monotonic() - self._beat_at
 
     @property
+    def num_live(self) -> int:
+        """Requests in the backend at the last beat; 0 while the model is lost."""
+        return self.last.num_live if self.last is not None and not self.is_lost else 0
+
+    @property
     def is_ready(self) -> bool:
         """Whether the model said it is ready, and said so lately."""
         if self.last is None or self.is_lost:

@@ -121,14 +121,26 @@ class GenerationStream:
         self._call.cancel()
 
 
+RESTRICTED = "protocol is restricted"
+
+
+def control_headers(control_key: str | None) -> dict[str, str] | None:
+    """gRPC metadata for the calls that ``shoal serve`` closes to all but the holder of its key."""
+    if control_key is None:
+        return None
+    # tritonserver itself puts the prefix before the name that it was given.
+    return {"triton-grpc-protocol-shoal-control-key": control_key}
+
+
 class TritonStream:
     """One connection to a Triton server; any number of requests may run over it at once.
 
     Belongs to the event loop in which it was made.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, control_key: str | None = None) -> None:
         self.url = url
+        self._control_headers = control_headers(control_key)
         self._client = InferenceServerClient(url, channel_args=CHANNEL_ARGS)
 
     async def __aenter__(self) -> "TritonStream":
@@ -204,9 +216,23 @@ class TritonStream:
         raise errors.unavailable(f"The model {model[:128]!r} did not answer in {timeout_s:g} s.")
 
     async def models(self, timeout_s: float = 5.0) -> list[ModelInfo]:
-        """All models and versions in the server's repository, ready or not."""
+        """All models and versions in the server's repository, ready or not.
+
+        Where the repository is closed to us (no control key), those that are loaded.
+        """
         with _unary_errors():
-            index = await self._client.get_model_repository_index(client_timeout=timeout_s)
+            try:
+                index = await self._client.get_model_repository_index(
+                    headers=self._control_headers, client_timeout=timeout_s
+                )
+            except InferenceServerException as error:
+                if RESTRICTED not in (error.message() or ""):
+                    raise
+                statistics = await self._client.get_inference_statistics(client_timeout=timeout_s)
+                return [
+                    ModelInfo(entry.name, entry.version, True, "")
+                    for entry in statistics.model_stats
+                ]
         return [
             ModelInfo(entry.name, entry.version, entry.state == "READY", entry.reason)
             for entry in index.models
@@ -230,12 +256,16 @@ class TritonStream:
     async def load_model(self, model: str, timeout_s: float = 600.0) -> None:
         """Load a model of the repository (explicit model control) and wait until it is loaded."""
         with _unary_errors(model):
-            await self._client.load_model(model, client_timeout=timeout_s)
+            await self._client.load_model(
+                model, headers=self._control_headers, client_timeout=timeout_s
+            )
 
     async def unload_model(self, model: str, timeout_s: float = 60.0) -> None:
         """Ask for a model to be unloaded; returns at once, running requests may finish first."""
         with _unary_errors(model):
-            await self._client.unload_model(model, client_timeout=timeout_s)
+            await self._client.unload_model(
+                model, headers=self._control_headers, client_timeout=timeout_s
+            )
 
     async def _control(
         self, model: str, version: str, control: dict[str, Any]

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from shoal.scheduler.outputs import SampledToken, StepOutput
 from shoal.scheduler.sequence import FinishReason
 
 BLOCK_SIZE = 4
+STEP_S = 0.0005  # so that what a test does meanwhile comes before hundreds of steps
 
 
 def scripted_token_id(num_prompt_tokens: int, output_index: int) -> int:
@@ -113,6 +115,7 @@ class ScriptedWorker:
         return [LoadProgress("weights", 1, 2), ready, self.status]
 
     def _step(self) -> list[FromWorker]:
+        time.sleep(STEP_S)
         self.num_steps += 1
         if self.script.die_on(self):
             self.alive = False

@@ -1,16 +1,19 @@
 """The ``shoal`` command. Each subcommand imports what it needs itself, so that all start fast."""
 
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.backend.engine_config import ConfigError
 
+if TYPE_CHECKING:
+    from shoal.client.cli.settings import LayeredSettings
+
 app = typer.Typer(
-    help="Shoal serves large language models from NVIDIA Triton Inference Server.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,6 +33,28 @@ CacheDir = Annotated[
 ]
 RunDirOption = Annotated[Path | None, typer.Option(help="Logs and sockets of this server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        typer.echo(version("shoal-llm"))
+    except PackageNotFoundError:
+        typer.echo("unknown (not installed)")
+    raise typer.Exit
+
+
+@app.callback()
+def shoal(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version, and end."
+        ),
+    ] = False,
+) -> None:
+    """Shoal serves large language models from NVIDIA Triton Inference Server."""
 
 
 @app.command()
@@ -80,9 +105,7 @@ def serve(
         "log_format": log_format,
         "shim_workers": shim_workers,
     }
-    from shoal.client.cli.settings import load_settings
-
-    layered = load_settings(flags, config)
+    layered = _load_settings(flags, config)
     if print_config:
         for row in layered.rows():
             value = ", ".join(row.value) if isinstance(row.value, list) else row.value
@@ -111,7 +134,6 @@ def run(
     """Chat in the terminal. Starts a server when none is running, and stops it at the end."""
     from shoal.client.cli.chat import run_chat
     from shoal.client.cli.serve import prepare_all
-    from shoal.client.cli.settings import load_settings
 
     flags: dict[str, Any] = {
         "openai_port": openai_port,
@@ -122,7 +144,7 @@ def run(
         "model": [model] if model else None,
         "cache_dir": cache_dir,
     }
-    settings = load_settings(flags, config).settings
+    settings = _load_settings(flags, config).settings
     serve_flags = _as_flags({**flags, "model": None, "config": config})
     serve_flags += [f"--model={name}" for name in settings.model]
     raise typer.Exit(
@@ -149,16 +171,16 @@ def pull(
     What is there already is kept.
     """
     from shoal.backend.weights.catalogue import DEFAULT_MODEL
-    from shoal.client.cli.fetch import fetch_model
+    from shoal.client.cli.fetch import fetch_model, repair_runtime
     from shoal.client.cli.kernels import prepare_kernels
     from shoal.client.cli.progress import Reporter
     from shoal.client.cli.runtime import prepare_runtime
-    from shoal.client.cli.settings import load_settings
 
-    root = load_settings({"cache_dir": cache_dir}).settings.cache_dir
+    root = _load_settings({"cache_dir": cache_dir}).settings.cache_dir
     reporter = Reporter()
     for name in names or [DEFAULT_MODEL]:
         typer.echo(f"{name}: {fetch_model(name, root, reporter)}")
+    repair_runtime(root, reporter)
     runtime = prepare_runtime(root, reporter)
     typer.echo(f"tritonserver ({runtime.source}): {runtime.server}")
     typer.echo(f"CPU kernels: {prepare_kernels(root, reporter)}")
@@ -174,14 +196,13 @@ def models(
 ) -> None:
     """List models: name, size, whether they are here, whether they are being served."""
     from shoal.client.cli.models_cmd import list_models, rows_as_json, rows_as_text
-    from shoal.client.cli.settings import load_settings
 
     flags = {
         "model_repository": model_repository,
         "openai_port": openai_port,
         "cache_dir": cache_dir,
     }
-    rows = list_models(load_settings(flags, config).settings)
+    rows = list_models(_load_settings(flags, config).settings)
     typer.echo(rows_as_json(rows) if as_json else rows_as_text(rows))
 
 
@@ -199,7 +220,6 @@ def doctor(
 ) -> None:
     """Check what serving needs; each problem is shown with its fix. Exit status 1 on a problem."""
     from shoal.client.cli.doctor import examine, findings_as_json, findings_as_text, has_problem
-    from shoal.client.cli.settings import load_settings
 
     flags = {
         "host": host,
@@ -210,7 +230,7 @@ def doctor(
         "model_repository": model_repository,
         "cache_dir": cache_dir,
     }
-    findings = examine(load_settings(flags, config).settings)
+    findings = examine(_load_settings(flags, config).settings)
     typer.echo(findings_as_json(findings) if as_json else findings_as_text(findings))
     if has_problem(findings):
         raise typer.Exit(1)
@@ -219,10 +239,16 @@ def doctor(
 @app.command("version")
 def version_command() -> None:
     """Print the version."""
-    try:
-        typer.echo(version("shoal-llm"))
-    except PackageNotFoundError:
-        typer.echo("unknown (not installed)")
+    _print_version(True)
+
+
+def _load_settings(flags: dict[str, Any], config: Path | None = None) -> "LayeredSettings":
+    """The settings, with a warning for what looks like a misspelt environment variable."""
+    from shoal.client.cli.settings import load_settings, unknown_variables
+
+    for text in unknown_variables(os.environ):
+        print(f"warning: {text}", file=sys.stderr)
+    return load_settings(flags, config)
 
 
 def _as_flags(flags: dict[str, Any]) -> list[str]:

@@ -216,12 +216,11 @@ def check_models(settings: ServeSettings) -> Iterator[Finding]:
                 yield Finding(title, "ok", config.weights)
             else:
                 yield Finding(title, "problem", f"{config.weights} is missing", "Set weights.")
-        elif not fetch.model_is_present(entry, settings.cache_dir):
+        elif not (path := entry.path(settings.cache_dir)).is_file():
             yield Finding(title, "warning", "not fetched yet", f"Run: shoal pull {entry.name}")
-        elif fetch.sha256_of(path := entry.path(settings.cache_dir)) != entry.file_sha256:
-            yield Finding(
-                title, "problem", f"{path} is damaged", f"Delete it; shoal pull {entry.name}"
-            )
+        elif fault := fetch.model_fault(entry, settings.cache_dir):
+            detail = f"{path} is damaged ({fault})"
+            yield Finding(title, "problem", detail, f"Run: shoal pull {entry.name}")
         else:
             yield Finding(title, "ok", f"{path} ({mebibytes(entry.file_bytes)}, hash right)")
 

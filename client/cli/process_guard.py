@@ -14,6 +14,7 @@ Being the subreaper, the guard adopts every orphan below it, so it can find them
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -35,7 +36,14 @@ def main(command: list[str]) -> NoReturn:
     wakeup = _signal_pipe()
     guard_pid = os.getpid()
 
-    def die_with_guard() -> None:
+    stack_bytes = int(os.environ.pop("SHOAL_GUARD_STACK_BYTES", "0"))
+
+    def prepare_child() -> None:
+        if stack_bytes:
+            hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+            unlimited = hard == resource.RLIM_INFINITY
+            soft = stack_bytes if unlimited else min(stack_bytes, hard)
+            resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
         if libc is not None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != guard_pid:
@@ -43,7 +51,7 @@ def main(command: list[str]) -> NoReturn:
 
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, preexec_fn=die_with_guard, process_group=0
+            command, stdin=subprocess.DEVNULL, preexec_fn=prepare_child, process_group=0
         )
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr, flush=True)

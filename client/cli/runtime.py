@@ -224,6 +224,15 @@ def packaged_model_repository() -> Path:
     return Path(folders[0])
 
 
+# Whoever may load a model may run code, and shared memory reaches into the server: these calls need
+# a key that the supervisor draws at each start and gives to the shim alone.
+CLOSED_APIS = "model-repository,shared-memory,trace,logging"
+CONTROL_HEADER = "shoal-control-key"
+# tritonserver parses JSON by recursion: with the usual 8 MiB of stack a body of 130,000 brackets
+# ends it. A thread's stack is only address space until it is used.
+SERVER_STACK_BYTES = 4 << 30
+
+
 def server_environment(runtime: TritonRuntime, run_dir: Path, cache_root: Path) -> dict[str, str]:
     """The environment of tritonserver, its stubs and our workers."""
     libpython = shared_libpython()
@@ -240,6 +249,7 @@ def server_environment(runtime: TritonRuntime, run_dir: Path, cache_root: Path) 
         "PATH": os.pathsep.join([own_bin, os.environ.get("PATH", os.defpath)]),
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",  # for the workers
+        "SHOAL_GUARD_STACK_BYTES": str(SERVER_STACK_BYTES),
         "SHOAL_RUN_DIR": str(run_dir),
         "SHOAL_CACHE_DIR": str(cache_root),
     }
@@ -254,6 +264,7 @@ def server_command(
     load_models: Sequence[str] = (),
     exit_timeout_s: int = 30,
     shm_prefix: str = "shoal_",
+    control_key: str | None = None,
     log_verbose: int = 0,
 ) -> list[str]:
     """The command line of tritonserver. Models not in ``load_models`` are loaded by request."""
@@ -275,6 +286,11 @@ def server_command(
         # A name of our own lets what a killed server left in /dev/shm be found and removed.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
     ]
+    if control_key is not None:
+        command += [
+            f"--http-restricted-api={CLOSED_APIS}:{CONTROL_HEADER}={control_key}",
+            f"--grpc-restricted-protocol={CLOSED_APIS}:{CONTROL_HEADER}={control_key}",
+        ]
     if not has_gpu():
         command += ["--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"]
     return command

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.weights.catalogue import CATALOGUE
 from shoal.client.cli.console import Console, ConsoleHandler
-from shoal.client.cli.fetch import fetch_model
+from shoal.client.cli.fetch import fetch_model, repair_runtime
 from shoal.client.cli.managed_process import ProcessSpec
 from shoal.client.cli.ports import check_ports
 from shoal.client.cli.progress import Reporter
@@ -43,9 +44,12 @@ def serve(settings: ServeSettings) -> int:
 
 
 def prepare_all(settings: ServeSettings) -> TritonRuntime:
-    """Check the models' settings, then fetch what is missing of the runtime and the weights."""
+    """Check the models' settings, then fetch what is missing or damaged of runtime and weights."""
     configs = engine_configs(settings)
+    for name, config in zip(settings.model, configs, strict=True):
+        check_weights(model_repository(settings), name, config.weights)
     reporter = Reporter()
+    repair_runtime(settings.cache_dir, reporter)
     runtime = prepare_runtime(settings.cache_dir, reporter)
     for config in configs:
         if config.weights in CATALOGUE:
@@ -65,6 +69,28 @@ def engine_configs(settings: ServeSettings) -> list[EngineConfig]:
 
 def read_engine_config(repository: Path, name: str) -> EngineConfig:
     """The settings of a model's highest version, the one that tritonserver loads by default."""
+    path = engine_config_path(repository, name)
+    try:
+        config = EngineConfig.from_file(path)
+        _check_absolute("weights", None if config.weights in CATALOGUE else config.weights)
+        _check_absolute("step_log", config.step_log)
+    except ConfigError as error:
+        raise ConfigError(f"{path.parent}: {error}") from error
+    return config
+
+
+def check_weights(repository: Path, name: str, weights: str) -> None:
+    """Raise ConfigError, naming the file, unless weights given as a path are there."""
+    if weights not in CATALOGUE and not Path(weights).expanduser().exists():
+        raise ConfigError(
+            f"{engine_config_path(repository, name)}: weights: there is no file or folder "
+            f"{weights}. Set it to a GGUF file, a checkpoint folder, or a name in the catalogue: "
+            f"{', '.join(CATALOGUE)}."
+        )
+
+
+def engine_config_path(repository: Path, name: str) -> Path:
+    """``model.yaml`` of a model's highest version. Raises ConfigError when there is none."""
     folder = repository / name
     if not (folder / "config.pbtxt").is_file():
         known = ", ".join(repository_models(repository)) or "none"
@@ -75,14 +101,7 @@ def read_engine_config(repository: Path, name: str) -> EngineConfig:
     versions = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
     if not versions:
         raise ConfigError(f"{folder} has no version folder such as 1/ with a model.yaml.")
-    path = folder / str(max(versions)) / "model.yaml"
-    try:
-        config = EngineConfig.from_file(path)
-        _check_absolute("weights", None if config.weights in CATALOGUE else config.weights)
-        _check_absolute("step_log", config.step_log)
-    except ConfigError as error:
-        raise ConfigError(f"{path.parent}: {error}") from error
-    return config
+    return folder / str(max(versions)) / "model.yaml"
 
 
 def _check_absolute(name: str, value: str | None) -> None:
@@ -103,17 +122,18 @@ async def _supervise(settings: ServeSettings, runtime: TritonRuntime, run_dir: R
     from shoal.client.cli.triton_control import TritonControl
     from shoal.client.heartbeat_monitor import HeartbeatMonitor
 
+    control_key = secrets.token_urlsafe(24)
     shm_prefix = f"shoal_{os.getuid()}_{settings.grpc_port}_"
     # The gRPC port was free, so whoever left regions of that name is gone.
     remove_shared_memory(shm_prefix)
     console = Console(settings.log_level, settings.log_format)
     logging.getLogger("shoal").addHandler(ConsoleHandler(console))
     plan = ServePlan(
-        server=_server_spec(settings, runtime, run_dir, shm_prefix),
-        shim=_shim_spec(settings, run_dir),
+        server=_server_spec(settings, runtime, run_dir, shm_prefix, control_key),
+        shim=_shim_spec(settings, run_dir, control_key),
         models=settings.model,
         drain_timeout_s=settings.drain_timeout_s,
-        control=lambda: TritonControl(settings.grpc_url),
+        control=lambda: TritonControl(settings.grpc_url, control_key),
         monitor=lambda name: HeartbeatMonitor(settings.grpc_url, name),
         shim_is_ready=lambda: http_ok(f"{settings.openai_url}/health/ready"),
         on_ready=lambda: print(ready_text(settings, run_dir.logs), flush=True),
@@ -127,7 +147,11 @@ async def _supervise(settings: ServeSettings, runtime: TritonRuntime, run_dir: R
 
 
 def _server_spec(
-    settings: ServeSettings, runtime: TritonRuntime, run_dir: RunDir, shm_prefix: str
+    settings: ServeSettings,
+    runtime: TritonRuntime,
+    run_dir: RunDir,
+    shm_prefix: str,
+    control_key: str,
 ) -> ProcessSpec:
     backends = build_backend_directory(runtime, run_dir.backends, settings.cache_dir)
     command = server_command(
@@ -142,6 +166,7 @@ def _server_spec(
         ),
         exit_timeout_s=max(1, settings.drain_timeout_s),
         shm_prefix=shm_prefix,
+        control_key=control_key,
     )
     environment = server_environment(runtime, run_dir.path, settings.cache_dir)
     environment["SHOAL_LOG_LEVEL"] = settings.log_level
@@ -150,7 +175,7 @@ def _server_spec(
     return ProcessSpec("tritonserver", command, environment, log, folder=run_dir.empty)
 
 
-def _shim_spec(settings: ServeSettings, run_dir: RunDir) -> ProcessSpec:
+def _shim_spec(settings: ServeSettings, run_dir: RunDir, control_key: str) -> ProcessSpec:
     command: Sequence[str] = [
         *(sys.executable, "-m", "shoal.client.openai"),
         *("--host", settings.host, "--port", str(settings.openai_port)),
@@ -159,7 +184,12 @@ def _shim_spec(settings: ServeSettings, run_dir: RunDir) -> ProcessSpec:
         *("--log-level", settings.log_level),
     ]
     # The folder `shoal serve` is started in must not shadow modules of ours.
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",
+        "SHOAL_CONTROL_KEY": control_key,
+    }
     return ProcessSpec("openai-api", command, environment, run_dir.logs / "openai-api.log")
 
 
@@ -196,11 +226,15 @@ def ready_text(settings: ServeSettings, logs: Path) -> str:
             "Try:",
             f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\",
             f"    -d '{body}'",
-            f"  shoal run {model}        (in another terminal)" if _default_ports(settings) else "",
+            f"  {_run_command(settings, model)}        (in another terminal)",
             "Stop with Ctrl-C.",
         ]
-    ).replace("\n\nStop", "\nStop")
+    )
 
 
-def _default_ports(settings: ServeSettings) -> bool:
-    return bool(settings.openai_port == ServeSettings.model_fields["openai_port"].default)
+def _run_command(settings: ServeSettings, model: str) -> str:
+    """``shoal run``, with what it needs to find this server."""
+    default_port = ServeSettings.model_fields["openai_port"].default
+    port = "" if settings.openai_port == default_port else f" --openai-port {settings.openai_port}"
+    host = "" if settings.local_host == "127.0.0.1" else f"SHOAL_HOST={settings.local_host} "
+    return f"{host}shoal run {model}{port}"

@@ -1,5 +1,6 @@
 """Settings of ``shoal serve``: flag over environment over file over default, with origins."""
 
+import difflib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -7,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from shoal.backend.engine_config import ConfigError
+from shoal.backend.engine_config import ConfigError, read_yaml
 from shoal.backend.weights.catalogue import DEFAULT_MODEL, cache_dir
 from shoal.client.cli.ports import PortUse
 
 ENV_PREFIX = "SHOAL_"
+# Variables that are no settings of `shoal serve` but are read elsewhere.
+OTHER_VARIABLES = ("SHOAL_TRITONSERVER", "SHOAL_CONTROL_KEY")
 
 
 class ServeSettings(BaseModel):
@@ -159,17 +161,24 @@ def load_settings(
         raise ConfigError(_explain(error, origins)) from error
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each SHOAL_* variable that nothing reads, naming the likely one."""
+    known = [ENV_PREFIX + name.upper() for name in ServeSettings.model_fields]
+    unknown = [
+        name
+        for name in sorted(environ)
+        if name.startswith(ENV_PREFIX) and name not in (*known, *OTHER_VARIABLES)
+    ]
+    return [_unknown_variable(name, [*known, OTHER_VARIABLES[0]]) for name in unknown]
+
+
+def _unknown_variable(name: str, known: list[str]) -> str:
+    closest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    return f"The environment variable {name[:64]} is unknown and ignored: did you mean {closest}?"
+
+
 def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path} is not UTF-8 text.") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"--config {path} is not valid YAML{where}.") from error
+    values = read_yaml(path, f"--config {path}")
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -6,6 +6,8 @@ import re
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
+from shoal.client.triton_stream import control_headers
+
 LIVE_POLL_S = 0.2
 CALL_TIMEOUT_S = 5.0
 # tritonserver wraps what a backend raised in words of its own and the place in the code.
@@ -22,8 +24,9 @@ class ModelLoadError(Exception):
 class TritonControl:
     """Loads and unloads models over gRPC. One per event loop; close it at the end."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, control_key: str | None = None) -> None:
         self._client = InferenceServerClient(url)
+        self._headers = control_headers(control_key)
 
     async def is_live(self) -> bool:
         """Whether the server answers at all."""
@@ -40,14 +43,14 @@ class TritonControl:
     async def load(self, model: str) -> None:
         """Load a model; takes as long as its worker needs. Raises ModelLoadError."""
         try:
-            await self._client.load_model(model)
+            await self._client.load_model(model, headers=self._headers)
         except InferenceServerException as error:
             raise ModelLoadError(load_reason(model, str(error))) from error
 
     async def unload(self, model: str) -> None:
         """Unload a model, whether its process lives or not."""
         try:
-            await self._client.unload_model(model)
+            await self._client.unload_model(model, headers=self._headers)
         except InferenceServerException as error:
             raise ModelLoadError(load_reason(model, str(error))) from error
 

@@ -1,13 +1,14 @@
 """The OpenAI shim as a FastAPI application: HTTP to one cancellable gRPC stream and back."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from shoal.client.errors import ShoalError, model_not_found
 from shoal.client.openai import wire
@@ -38,7 +39,9 @@ class Shim:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        async with TritonStream(self.settings.triton_grpc) as self.triton:
+        async with TritonStream(
+            self.settings.triton_grpc, self.settings.control_key
+        ) as self.triton:
             self.served = ServedModels(self.triton, self.settings)
             self.served.start()
             try:
@@ -115,20 +118,28 @@ def create_app(settings: ShimSettings | None = None) -> FastAPI:
         # The interactive pages load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
+        # A redirect would send the client to whatever its Host header said.
+        redirect_slashes=False,
     )
     app.state.shim = shim
     app.add_api_route("/v1/chat/completions", shim.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", shim.completions, methods=["POST"])
-    app.add_api_route("/v1/models", shim.list_models, methods=["GET"])
-    app.add_api_route("/v1/models/{model_id:path}", shim.get_model, methods=["GET"])
-    app.add_api_route("/health/live", shim.live, methods=["GET"])
-    app.add_api_route("/health/ready", shim.ready, methods=["GET"])
-    app.add_api_route("/version", shim.version, methods=["GET"])
+    _add_get(app, "/v1/models", shim.list_models)
+    _add_get(app, "/v1/models/{model_id:path}", shim.get_model)
+    _add_get(app, "/health/live", shim.live)
+    _add_get(app, "/health/ready", shim.ready)
+    _add_get(app, "/version", shim.version)
     app.add_exception_handler(ShoalError, answer_shoal_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
     app.add_exception_handler(ClientGoneError, answer_nobody)
     app.add_middleware(RequestMiddleware, tracker=shim.tracker)
     return app
+
+
+def _add_get(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:
+    """GET, and HEAD, of which the HTTP server leaves out the body."""
+    app.add_api_route(path, endpoint, methods=["GET"])
+    app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def model_entry(model: ServedModel) -> dict[str, Any]:
@@ -159,15 +170,27 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:256]}"
-    texts = {
-        404: f"Unknown path: {what}.",
-        405: f"Method not allowed: {what}. Allowed: {(error.headers or {}).get('allow', '')}.",
-    }
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    text = texts.get(error.status_code, str(error.detail))
-    response = error_response(ShoalError(text, error.status_code, codes.get(error.status_code)))
+    if error.status_code == 405:
+        allowed = ", ".join(allowed_methods(request))
+        text = f"Method not allowed: {what}. Allowed: {allowed}."
+        response = error_response(ShoalError(text, 405, "method_not_allowed"))
+        response.headers["allow"] = allowed
+        return response
+    text, code = str(error.detail), None
+    if error.status_code == 404:
+        text, code = f"Unknown path: {what}.", "not_found"
+    response = error_response(ShoalError(text, error.status_code, code))
     response.headers.update(error.headers or {})
     return response
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """Of every route of the request's path; the router itself names those of the first only."""
+    methods: set[str] = set()
+    for route in request.app.router.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)
 
 
 async def answer_nobody(_: Request, error: Exception) -> Response:

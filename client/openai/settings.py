@@ -1,6 +1,7 @@
 """Settings of the OpenAI shim."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 MIB = 1024 * 1024
 
@@ -25,3 +26,7 @@ class ShimSettings:
     max_head_bytes: int = 64 * 1024
     max_headers: int = 100
     log_level: str = "info"
+    # What opens Triton's repository calls, where `shoal serve` has closed them.
+    control_key: str | None = field(
+        default_factory=lambda: os.environ.get("SHOAL_CONTROL_KEY"), repr=False
+    )

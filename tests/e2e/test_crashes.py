@@ -109,6 +109,25 @@ def test_killed_shim_and_tritonserver_are_restarted(victim: Served) -> None:
     assert reply.status_code == 200
 
 
+def test_brackets_without_end_do_not_end_the_server(victim: Served) -> None:
+    """tritonserver parses JSON by recursion, before any code of ours sees it."""
+    depth = 1_000_000
+    body = '{"text_input":"a","zz":' + "[" * depth + "]" * depth + "}"
+    url = f"{victim.triton_url}/v2/models/{MODEL}/generate"
+    assert httpx.post(url, content=body, timeout=60).status_code == 400
+    assert victim.ready()
+
+
+def test_nobody_else_may_load_models(victim: Served) -> None:
+    """Who may load a model may run code."""
+    root = f"{victim.triton_url}/v2"
+    closed = ("repository/index", f"repository/models/{MODEL}/unload", "repository/models/x/load")
+    for path in closed:
+        assert httpx.post(f"{root}/{path}", json={}, timeout=10).status_code == 403
+    assert httpx.get(f"{root}/systemsharedmemory/status", timeout=10).status_code == 403
+    assert victim.ready()
+
+
 def test_sigterm_drains_open_streams(tmp_path, victim: Served) -> None:
     """The last test on this server: an open stream is finished, then all is gone."""
     body = {"model": MODEL, "prompt": "Count:", "max_tokens": 100, "ignore_eos": True}

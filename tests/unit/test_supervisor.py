@@ -71,6 +71,7 @@ class FakeMonitor:
     model: str
     age_s: float = 0.0
     is_ready: bool = True
+    num_live: int = 0
 
     def start(self) -> None:
         pass
@@ -224,6 +225,23 @@ async def test_lost_heartbeat_kills_the_stub_and_loads_the_model_again(tmp_path:
         assert stage.control.calls[:4] == ["live", "load m", "unload m", "load m"]
         assert stage.killed_stubs[0] == "m"
         assert len(stage.pids("server")) == 1
+
+
+async def test_server_that_lost_a_stub_is_not_waited_for_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.client.cli.supervisor.LEAKING_PATIENCE_S", 0.2)
+    stage = Stage(tmp_path, server=STUBBORN)
+    async with stage.running() as task:
+        stage.monitor.age_s, stage.monitor.num_live = 1000.0, 1
+        await stage.until(lambda: stage.control.calls.count("load m") >= 2)
+        stage.monitor.age_s = 0.0
+        stage.supervisor.request_stop()
+        await stage.until(lambda: (tmp_path / "ended").exists())  # the shim's
+        assert is_alive(stage.pids("server")[0]), "a request is open there"
+        stage.monitor.num_live = 0
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
+    await gone(*stage.pids("server"))
 
 
 async def test_model_that_fails_to_come_back_is_tried_again(tmp_path: Path) -> None:
