@@ -11,11 +11,14 @@ ARGS   ?=
 serve: $(VENV)/.installed
 	$(BIN)/shoal serve $(ARGS)
 
+# torch's idle threads would otherwise spin on the cores that the server under test needs.
+TEST_ENV := PYTHONSAFEPATH=1 OMP_WAIT_POLICY=PASSIVE
+
 test: setup
-	PYTHONSAFEPATH=1 $(BIN)/python -m pytest $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
 
 unit: $(VENV)/.installed-dev
-	PYTHONSAFEPATH=1 $(BIN)/python -m pytest tests/unit $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest tests/unit $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -128,18 +128,29 @@ class EngineConfig:
     @classmethod
     def from_file(cls, path: Path) -> "EngineConfig":
         """Read ``model.yaml``. Raises ConfigError, naming the file."""
+        values = read_yaml(path, path.name)
         try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path.name} cannot be read: {error.strerror}.") from error
-        try:
-            return cls.from_dict(yaml.safe_load(text))
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f" at line {mark.line + 1}" if mark else ""
-            raise ConfigError(f"{path.name} is not valid YAML{where}.") from error
+            return cls.from_dict(values)
         except ConfigError as error:
             raise ConfigError(f"{path.name}: {error}") from error
+
+
+def read_yaml(path: Path, title: str) -> Any:
+    """Decode a YAML file. Raises ConfigError, calling the file ``title``."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{title} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{title} is not UTF-8 text.") from error
+    except RecursionError:
+        raise ConfigError(f"{title} is not valid YAML: nested too deeply.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{title} is not valid YAML{where}.") from error
+    except ValueError as error:  # a date or a number that cannot be one
+        raise ConfigError(f"{title} is not valid YAML: {error}.") from error
 
 
 def _check_default_sampling(values: Any) -> None:

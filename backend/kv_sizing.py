@@ -21,20 +21,27 @@ def size_kv_cache(
     """Settle the pool and the context length. Raises ConfigError with the largest that fits."""
     num_blocks = _num_blocks(config, bytes_per_block, available_bytes)
     pool_len = num_blocks * config.block_size
-    if config.max_model_len is None:
-        return KVSize(num_blocks, min(model_max_len, pool_len))
-    if config.max_model_len > model_max_len:
+    most = min(model_max_len, pool_len)
+    wanted = config.max_model_len
+    if wanted is None or wanted <= most:
+        return KVSize(num_blocks, wanted or most)
+    if model_max_len <= pool_len:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} is beyond the model's context: "
-            f"set it to at most {min(model_max_len, pool_len)}."
+            f"max_model_len {wanted} is beyond the model's context: set it to at most {most}."
         )
-    if config.max_model_len > pool_len:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} does not fit in the KV pool: set it to at most "
-            f"{pool_len}, or kv_cache_mib to at least "
-            f"{_mib_for(config.max_model_len, config.block_size, bytes_per_block)}."
-        )
-    return KVSize(num_blocks, config.max_model_len)
+    context = f"to at most {model_max_len} (the model's context) and "
+    raise ConfigError(
+        f"max_model_len {wanted} does not fit in the KV pool: set it to at most {pool_len}, "
+        f"or {context if wanted > model_max_len else ''}"
+        f"{_larger_pool(config, min(wanted, model_max_len), bytes_per_block)}."
+    )
+
+
+def _larger_pool(config: EngineConfig, num_tokens: int, bytes_per_block: int) -> str:
+    """The setting that settled the pool, and the value that holds ``num_tokens``."""
+    if config.num_kv_blocks:
+        return f"num_kv_blocks to at least {-(-num_tokens // config.block_size)}"
+    return f"kv_cache_mib to at least {_mib_for(num_tokens, config.block_size, bytes_per_block)}"
 
 
 def _num_blocks(config: EngineConfig, bytes_per_block: int, available_bytes: int) -> int:

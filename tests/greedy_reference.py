@@ -41,6 +41,7 @@ class GreedyReference:
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """Greedy decoding, a token at a time."""
         output = self._model(torch.tensor([prompt]), use_cache=True)
         tokens = [int(output.logits[0, -1].argmax())]
         while len(tokens) < num_tokens:
@@ -49,6 +50,16 @@ class GreedyReference:
             )
             tokens.append(int(output.logits[0, -1].argmax()))
         return tokens
+
+    @torch.inference_mode()
+    def follow(self, prompt: list[int], tokens: list[int]) -> list[int]:
+        """The greedy token after the prompt and after each of ``tokens`` but the last.
+
+        Equal to ``tokens`` if and only if they are the greedy text, by induction; one forward pass
+        in place of many.
+        """
+        logits = self._model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        return [int(token) for token in logits.argmax(-1)]
 
 
 @cache

@@ -101,6 +101,6 @@ def _pulled(entry: CatalogueEntry, cache_root: Path) -> Path:
     if size != entry.file_bytes:
         raise ConfigError(
             f"weights: {path} has {size} bytes instead of {entry.file_bytes}. "
-            f"Delete it and run: shoal pull {entry.name}"
+            f"Run: shoal pull {entry.name}"
         )
     return path

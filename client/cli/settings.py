@@ -16,7 +16,7 @@ from shoal.client.cli.ports import PortUse
 
 ENV_PREFIX = "SHOAL_"
 # Variables that are no settings of `shoal serve` but are read elsewhere.
-OTHER_VARIABLES = ("SHOAL_TRITONSERVER", "SHOAL_CONTROL_KEY")
+OTHER_VARIABLES = ("SHOAL_TRITONSERVER", "SHOAL_CONTROL_KEY", "SHOAL_GUARD_STACK_BYTES")
 
 
 class ServeSettings(BaseModel):

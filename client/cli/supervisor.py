@@ -25,8 +25,9 @@ SHIM_READY_TIMEOUT_S = 60.0
 SHIM_POLL_S = 0.2
 # What a polite stop may take beyond the drain itself: unloading, closing sockets.
 STOP_SLACK_S = 10.0
-# A tritonserver that lost a stub never ends by itself; it gets what a healthy one needs.
-LEAKING_PATIENCE_S = 5.0
+# What an idle tritonserver may take. It can wait in vain for requests that it lost count of: those
+# of a stub that died, or of a stream that was cancelled just as it ended.
+IDLE_PATIENCE_S = 10.0
 SHOWN_TAIL_LINES = 15
 
 
@@ -101,7 +102,6 @@ class Supervisor:
         self._hurry = asyncio.Event()
         self._shim_was_ready = False
         self._server_was_up = asyncio.Event()
-        self._server_leaks = False  # it lost a stub, and will wait in vain for its requests to end
         self._loaded_at: dict[str, float] = {}  # by model, while it should be beating
 
     async def run(self) -> int:
@@ -168,7 +168,6 @@ class Supervisor:
         backoff = self._backoff()
         while True:
             self.server = ManagedProcess(self.plan.server, self.console.child_line)
-            self._server_leaks = False
             await self.server.start()
             try:
                 await self._until_end(self.server, self._bring_up())
@@ -290,7 +289,6 @@ class Supervisor:
         self.console.event(
             f"No heartbeat of {name} for {silent_s:.1f} s: loading it again.", "error"
         )
-        self._server_leaks = True
         if self.server is not None and self.server.pid is not None:
             # Unloading leaves a frozen stub behind, with its worker and their memory.
             self.plan.kill_stub(self.server.pid, name)
@@ -316,14 +314,12 @@ class Supervisor:
         patience_s = self.plan.drain_timeout_s + STOP_SLACK_S
         if self.shim is not None:
             await self._stop(self.shim, patience_s)
-        if self._server_leaks:
-            await self._until_idle(patience_s)
-            patience_s = LEAKING_PATIENCE_S
+        await self._until_idle(patience_s)
         for monitor in self.monitors:  # their open streams would hold up tritonserver
             await monitor.stop()
         await self.control.close()
         if self.server is not None:
-            await self._stop(self.server, patience_s)
+            await self._stop(self.server, IDLE_PATIENCE_S)
             self.plan.after_server()
 
     async def _until_idle(self, patience_s: float) -> None:

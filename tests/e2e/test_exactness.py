@@ -12,9 +12,8 @@ NUM_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2_path: Path) -> list[list[int]]:
-    reference = GreedyReference(smollm2_path)
-    return [reference.generate(prompt, NUM_TOKENS) for prompt in prompt_ids(smollm2_path)]
+def reference(smollm2_path: Path) -> GreedyReference:
+    return GreedyReference(smollm2_path)
 
 
 async def greedy(served: Served, prompt: list[int]) -> list[int]:
@@ -28,12 +27,20 @@ async def greedy(served: Served, prompt: list[int]) -> list[int]:
     return answer.token_ids
 
 
-async def test_alone(served: Served, smollm2_path: Path, expected: list[list[int]]) -> None:
-    got = [await greedy(served, prompt) for prompt in prompt_ids(smollm2_path)]
-    assert got == expected
-
-
-async def test_all_at_once(served: Served, smollm2_path: Path, expected: list[list[int]]) -> None:
+async def test_20_prompts_alone_and_at_once(
+    served: Served, smollm2_path: Path, reference: GreedyReference
+) -> None:
     prompts = prompt_ids(smollm2_path)
-    got = await asyncio.gather(*(greedy(served, prompt) for prompt in prompts))
-    assert list(got) == expected
+    assert len(prompts) == 20
+    alone = [await greedy(served, prompt) for prompt in prompts]
+    together = await asyncio.gather(*(greedy(served, prompt) for prompt in prompts))
+    for prompt, tokens in zip(prompts, alone, strict=True):
+        assert tokens == reference.follow(prompt, tokens)
+    assert list(together) == alone
+
+
+async def test_decoding_a_token_at_a_time(
+    served: Served, smollm2_path: Path, reference: GreedyReference
+) -> None:
+    for prompt in prompt_ids(smollm2_path)[:2]:
+        assert await greedy(served, prompt) == reference.generate(prompt, NUM_TOKENS)

@@ -15,11 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.backend.engine_config import ConfigError
+from shoal.backend.weights.catalogue import CATALOGUE
 from shoal.client.cli import doctor
 from shoal.client.cli.app import app, main
 from shoal.client.cli.chat import ChatError, Conversation
 from shoal.client.cli.models_cmd import list_models, served_models
-from shoal.client.cli.serve import engine_configs, ready_text
+from shoal.client.cli.serve import engine_configs, prepare_all, ready_text
 from shoal.client.cli.settings import ServeSettings
 
 MODEL = "smollm2-135m-instruct"
@@ -158,6 +159,26 @@ def test_bad_engine_settings_end_the_start(tmp_path: Path, text: str, message: s
     assert str(tmp_path / "m" / "1") in str(error.value)
 
 
+def test_weights_that_are_not_there_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("shoal.client.cli.serve.repair_runtime", lambda *_: started.append("it"))
+    monkeypatch.setattr("shoal.client.cli.serve.prepare_runtime", lambda *_: "runtime")
+    weights = tmp_path / "no.gguf"
+    settings = repository(tmp_path, f"weights: {weights}\n")
+    with pytest.raises(ConfigError) as error:
+        prepare_all(settings)
+    text = str(error.value)
+    assert f"{tmp_path / 'm' / '1' / 'model.yaml'}: weights: there is no" in text
+    assert f"{weights}. Set it to" in text
+    assert "\n" not in text
+    assert started == []
+    weights.write_bytes(b"GGUF")
+    assert prepare_all(settings) == "runtime"
+    assert started == ["it"]
+
+
 def test_unknown_model_names_those_of_the_repository(tmp_path: Path) -> None:
     settings = repository(tmp_path, f"weights: {MODEL}\n").model_copy(update={"model": ["other"]})
     with pytest.raises(ConfigError, match="has no model 'other'.*It has: m"):
@@ -177,6 +198,18 @@ def test_ready_text_names_every_endpoint() -> None:
     )
     for part in ("127.0.0.1:1/v1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4/metrics", "curl -N"):
         assert part in text
+
+
+def test_ready_text_tells_how_to_chat() -> None:
+    def command(**values: object) -> str:
+        lines = ready_text(ServeSettings(**values), Path("/l")).splitlines()
+        (line,) = [line for line in lines if "shoal run" in line]
+        return line.partition("  (")[0].strip()
+
+    assert command() == f"shoal run {MODEL}"
+    assert command(openai_port=9100) == f"shoal run {MODEL} --openai-port 9100"
+    assert command(host="0.0.0.0") == f"shoal run {MODEL}"
+    assert command(host="10.0.0.7") == f"SHOAL_HOST=10.0.0.7 shoal run {MODEL}"
 
 
 def by_name(findings: list[doctor.Finding]) -> dict[str, doctor.Finding]:
@@ -217,11 +250,10 @@ def test_doctor_sees_a_python_without_shared_library(
     assert doctor.has_problem([finding])
 
 
-def test_doctor_sees_damaged_weights(
-    tmp_path: Path, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.client.cli.fetch.model_is_present", lambda *_: True)
-    monkeypatch.setattr("shoal.client.cli.fetch.sha256_of", lambda _: "0")
+def test_doctor_sees_damaged_weights(tmp_path: Path, settings: ServeSettings) -> None:
+    path = CATALOGUE[MODEL].path(settings.cache_dir)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF")
     finding = next(doctor.check_models(settings))
     assert finding.status == "problem"
     assert "is damaged" in finding.detail

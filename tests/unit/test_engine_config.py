@@ -49,6 +49,22 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
         EngineConfig.from_file(path)
 
 
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"[" * 20_000, "is not valid YAML: nested too deeply"),
+        (b"weights: " + b"{a: " * 20_000, "is not valid YAML: nested too deeply"),
+        (b"weights: 2026-99-99", "is not valid YAML: month"),
+        (b"weights: \xff", "is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_no_parser_takes_is_one_line(tmp_path: Path, data: bytes, reason: str) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=f"^model.yaml {reason}"):
+        EngineConfig.from_file(path)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model.yaml"):
         EngineConfig.from_file(tmp_path / "model.yaml")

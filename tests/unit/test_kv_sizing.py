@@ -26,8 +26,22 @@ def test_max_model_len_is_what_was_asked():
 def test_beyond_the_model_names_the_largest_that_fits():
     with pytest.raises(ConfigError, match=r"max_model_len 4096 .* at most 2048\."):
         size(max_model_len=4096)
-    with pytest.raises(ConfigError, match=r"at most 160\."):
-        size(max_model_len=4096, num_kv_blocks=10)
+
+
+def test_beyond_the_model_and_the_pool_names_the_pool_first():
+    with pytest.raises(ConfigError) as error:
+        size(max_model_len=1_000_000, num_kv_blocks=2)
+    assert str(error.value) == (
+        "max_model_len 1000000 does not fit in the KV pool: set it to at most 32, or to at most "
+        "2048 (the model's context) and num_kv_blocks to at least 128."
+    )
+    assert size(max_model_len=32, num_kv_blocks=2).max_model_len == 32
+    assert size(max_model_len=2048, num_kv_blocks=128).max_model_len == 2048
+
+
+def test_beyond_the_pool_names_the_setting_that_made_it():
+    with pytest.raises(ConfigError, match=r"at most 160, or num_kv_blocks to at least 125\."):
+        size(max_model_len=2000, num_kv_blocks=10)
 
 
 def test_beyond_the_pool_names_both_ways_out():

@@ -465,7 +465,27 @@ def test_routing_errors_have_the_same_form(http: httpx.Client) -> None:
     response = http.get(CHAT)
     refusal(response, 405, None)
     assert response.headers["allow"] == "POST"
-    refusal(http.delete("/v1/models"), 405, None)
+    assert response.headers["allow"] == "POST"
+    assert "Allowed: POST." in response.json()["error"]["message"]
+    response = http.delete("/v1/models")
+    assert "Allowed: GET, HEAD." in refusal(response, 405, None)["message"]
+    assert response.headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/models", "/health/live", "/health/ready"])
+def test_trailing_slash_is_no_redirect(http: httpx.Client, path: str) -> None:
+    response = http.get(f"{path}/", headers={"host": "evil.example"})
+    refusal(response, 404, response.json()["error"]["param"])
+    assert "location" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "path", ["/health/live", "/health/ready", "/v1/models", f"/v1/models/{MODEL}"]
+)
+def test_head_answers_as_get_without_a_body(http: httpx.Client, path: str) -> None:
+    head, get = http.head(path), http.get(path)
+    assert head.status_code == get.status_code == 200
+    assert (head.content, head.headers["content-length"]) == (b"", str(len(get.content)))
 
 
 def test_request_id(http: httpx.Client, model: FakeModel) -> None:
