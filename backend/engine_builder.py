@@ -23,7 +23,7 @@ from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_build import NativeBuildError
 from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.scheduler.block_pool import BlockPool
-from shoal.scheduler.eviction import EvictionPolicy, LfuPolicy, LruPolicy, ReusePolicy
+from shoal.scheduler.eviction import make_eviction_policy
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import ScheduledSequence, SchedulerOutput
 from shoal.scheduler.prefix_tree import PrefixTree
@@ -32,8 +32,6 @@ from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
-
-GHOSTS_PER_BLOCK = 20  # evicted blocks whose history the reuse policy keeps, for each there is
 
 # Called with a phase, and bytes done and in all (0 where a phase has none).
 Progress = Callable[[str, int, int], None]
@@ -157,12 +155,8 @@ def _make_scheduler(config: EngineConfig, size: KVSize) -> Scheduler:
 
 
 def _make_prefix_tree(config: EngineConfig, num_blocks: int) -> PrefixTree:
-    policies: dict[str, Callable[[], EvictionPolicy]] = {
-        "lru": LruPolicy,
-        "lfu": LfuPolicy,
-        "reuse": lambda: ReusePolicy(GHOSTS_PER_BLOCK * num_blocks),
-    }
-    return PrefixTree(config.block_size, policies[config.prefix_eviction](), time.monotonic)
+    policy = make_eviction_policy(config.prefix_eviction, num_blocks)
+    return PrefixTree(config.block_size, policy, time.monotonic)
 
 
 def _limits(ready: WorkerReady) -> EngineLimits:

@@ -80,6 +80,9 @@ def run(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
     max_queued_requests: int = 1024,
+    prefix_eviction: Annotated[
+        str, typer.Option(help="Of the prefix cache: reuse, lru, lfu; none: no cache.")
+    ] = "reuse",
     max_retries: Annotated[
         int, typer.Option(help="How often a refused client comes back, after its Retry-After.")
     ] = 0,
@@ -100,6 +103,7 @@ def run(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=min(WorkerSettings().max_model_len, 16 * num_blocks),
+                prefix_eviction=prefix_eviction,
             ),
             num_workers=workers,
             max_queued_requests=max_queued_requests,

@@ -1,6 +1,5 @@
 """Clients, the real dispatcher and its workers, wired together in virtual time."""
 
-import importlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,10 +23,13 @@ from shoal.scheduler.dispatcher import (
     WorkerCapacity,
 )
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.eviction import make_eviction_policy
 from shoal.scheduler.kv_manager import KVCacheManager
+from shoal.scheduler.prefix_tree import PrefixTree
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import FinishReason
+from shoal.scheduler.tiers import TenantTable, TierTable
 
 TICK_S = 0.050  # the dispatch loop's longest wait
 SAMPLE_S = 1.0  # between two samples of the timeline
@@ -42,11 +44,17 @@ class WorkerSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int = 8192
+    prefix_eviction: str = "none"  # none: no prefix cache; else lru, lfu or reuse
 
-    def make_scheduler(self) -> Scheduler:
-        """A new scheduler over a new pool."""
+    def make_scheduler(self, clock: Callable[[], float] | None = None) -> Scheduler:
+        """A new scheduler over a new pool. ``clock`` is what its prefix cache learns by."""
         config = SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
-        return Scheduler(config, KVCacheManager(BlockPool(self.num_blocks, self.block_size)))
+        tree = None
+        if self.prefix_eviction != "none":
+            policy = make_eviction_policy(self.prefix_eviction, self.num_blocks)
+            tree = PrefixTree(self.block_size, policy, clock)
+        pool = BlockPool(self.num_blocks, self.block_size)
+        return Scheduler(config, KVCacheManager(pool, tree))
 
     @property
     def capacity(self) -> WorkerCapacity:
@@ -119,7 +127,9 @@ class Simulation:
         self._workers = {
             worker_id: SimulatedWorker(
                 worker_id,
-                (make_scheduler or config.worker.make_scheduler)(),
+                make_scheduler()
+                if make_scheduler
+                else config.worker.make_scheduler(lambda: self.loop.now),
                 config.cost,
                 self.loop,
                 self._send_report,
@@ -392,11 +402,10 @@ def default_dispatcher(config: SimulationConfig, workload: Workload) -> Dispatch
     elif config.policy != "fcfs":
         raise ValueError(f"policy {config.policy!r} is not known; this dispatcher has fcfs only.")
     if {"tiers", "tenants"} <= known:
-        tables = importlib.import_module("shoal.scheduler.tiers")
         tiers = {name: asdict(tier) for name, tier in workload.tiers.items()}
         weights = {name: {"weight": weight} for name, weight in workload.tenant_weights.items()}
-        settings["tiers"] = tables.TierTable.from_dict(tiers)
-        settings["tenants"] = tables.TenantTable.from_dict(weights)
+        settings["tiers"] = TierTable.from_dict(tiers)
+        settings["tenants"] = TenantTable.from_dict(weights)
     return Dispatcher(DispatcherConfig(**settings))
 
 

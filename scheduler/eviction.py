@@ -107,6 +107,9 @@ class LfuPolicy(LruPolicy):
         return Score(min(usage.num_hits, 4095) * float(1 << 40) + usage.last_tick)
 
 
+GHOSTS_PER_BLOCK = 20  # evicted blocks whose history ReusePolicy keeps, for each block of the pool
+
+
 class ReusePolicy:
     """Lowest expected hits per block and second first, learned online from this cache's traffic.
 
@@ -199,3 +202,14 @@ def _features_of(usage: NodeUsage) -> tuple[int, ...]:
 
 def _log_bucket(value: int, largest: int) -> int:
     return min(value.bit_length(), largest)
+
+
+def make_eviction_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """The policy of that name for a pool of so many blocks. Raises ValueError on another name."""
+    if name == "lru":
+        return LruPolicy()
+    if name == "lfu":
+        return LfuPolicy()
+    if name == "reuse":
+        return ReusePolicy(GHOSTS_PER_BLOCK * num_blocks)
+    raise ValueError(f"eviction policy {name!r} is not known; there are lru, lfu and reuse.")
