@@ -25,9 +25,7 @@ SHIM_READY_TIMEOUT_S = 60.0
 SHIM_POLL_S = 0.2
 # What a polite stop may take beyond the drain itself: unloading, closing sockets.
 STOP_SLACK_S = 10.0
-# What an idle tritonserver may take. It can wait in vain for requests that it lost count of: those
-# of a stub that died, or of a stream that was cancelled just as it ended.
-IDLE_PATIENCE_S = 10.0
+IDLE_PATIENCE_S = 8.0  # what an idle tritonserver may take to unload and end
 SHOWN_TAIL_LINES = 15
 
 
@@ -314,22 +312,15 @@ class Supervisor:
         patience_s = self.plan.drain_timeout_s + STOP_SLACK_S
         if self.shim is not None:
             await self._stop(self.shim, patience_s)
-        await self._until_idle(patience_s)
+        # tritonserver can wait in vain for requests that it lost count of (a stub's that died, a
+        # stream's that was cancelled just as it ended) and for idle connections.
+        is_idle = not any(monitor.num_live for monitor in self.monitors)
         for monitor in self.monitors:  # their open streams would hold up tritonserver
             await monitor.stop()
         await self.control.close()
         if self.server is not None:
-            await self._stop(self.server, IDLE_PATIENCE_S)
+            await self._stop(self.server, IDLE_PATIENCE_S if is_idle else patience_s)
             self.plan.after_server()
-
-    async def _until_idle(self, patience_s: float) -> None:
-        """Wait for the requests that came to tritonserver directly, as it would itself."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                while any(monitor.num_live for monitor in self.monitors):
-                    if self._hurry.is_set():
-                        return
-                    await asyncio.sleep(SHIM_POLL_S)
 
     async def _stop(self, process: ManagedProcess, patience_s: float) -> None:
         polite = await process.stop(patience_s, self._hurry)

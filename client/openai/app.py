@@ -27,6 +27,9 @@ from shoal.client.openai.served_models import ServedModel, ServedModels
 from shoal.client.openai.settings import ShimSettings
 from shoal.client.triton_stream import TritonStream
 
+# A gateway says by these whose a request is and how urgent; the backend knows what they mean.
+FORWARDED_HEADERS = ("x-shoal-tenant", "x-shoal-slo-class", "x-shoal-timeout", "x-shoal-cache-salt")
+
 
 class Shim:
     """The endpoints. Connects when the application starts, in its event loop."""
@@ -98,7 +101,12 @@ class Shim:
         model = await self.served.find(body.model)
         await model.check_accepting(self.settings.first_beat_timeout_s)
         generation = GenerationRequest(
-            model, prompts, body.sampling(), body.streams, request.state.request_id
+            model,
+            prompts,
+            body.sampling(),
+            body.streams,
+            request.state.request_id,
+            {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers},
         )
         return GenerationResponse(
             lambda: Generation(self.triton, generation),

@@ -23,6 +23,7 @@ class GenerationRequest:
     sampling: dict[str, Any]
     stream: bool
     request_id: str
+    parameters: dict[str, str] = field(default_factory=dict)  # whose it is, how urgent
 
 
 @dataclass(slots=True)
@@ -113,6 +114,7 @@ class Generation:
             input_ids=prompt.input_ids,
             sampling=self._request.sampling,
             stream=self._request.stream,
+            parameters=self._request.parameters,
             request_id=f"{request_id}-{index}" if len(self._request.prompts) > 1 else request_id,
         )
         self._stack.enter_context(self._request.model.tracked(stream))

@@ -528,3 +528,10 @@ def test_large_body_on_one_connection_is_no_head(http: httpx.Client, model: Fake
     for _ in range(3):
         assert http.post(CHAT, json=chat(messages=messages)).status_code == 200
     assert len(model.requests) == 3
+
+
+def test_headers_say_whose_a_request_is(http: httpx.Client, model: FakeModel) -> None:
+    headers = {"X-Shoal-Tenant": "acme", "X-Shoal-Slo-Class": "gold", "X-Other": "1"}
+    assert http.post(COMPLETIONS, json=completion(), headers=headers).status_code == 200
+    said = {k: v for k, v in model.requests[0].parameters.items() if k.startswith("x-")}
+    assert said == {"x-shoal-tenant": "acme", "x-shoal-slo-class": "gold"}

@@ -233,13 +233,23 @@ async def test_idle_server_is_not_waited_for_in_vain(
     monkeypatch.setattr("shoal.client.cli.supervisor.IDLE_PATIENCE_S", 0.2)
     stage = Stage(tmp_path, server=STUBBORN)
     async with stage.running() as task:
+        stage.supervisor.request_stop()
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
+    await gone(*stage.pids("server"))
+
+
+async def test_server_with_open_requests_has_the_whole_drain_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.client.cli.supervisor.IDLE_PATIENCE_S", 0.2)
+    stage = Stage(tmp_path, server=STUBBORN)
+    async with stage.running() as task:
         stage.monitor.num_live = 1
         stage.supervisor.request_stop()
         await stage.until(lambda: (tmp_path / "ended").exists())  # the shim's
-        assert is_alive(stage.pids("server")[0]), "a request is open there"
-        stage.monitor.num_live = 0
-        assert await asyncio.wait_for(task, PATIENCE_S) == 0
-    await gone(*stage.pids("server"))
+        await asyncio.sleep(1.0)
+        assert not task.done()
+        assert is_alive(stage.pids("server")[0])
 
 
 async def test_model_that_fails_to_come_back_is_tried_again(tmp_path: Path) -> None:
