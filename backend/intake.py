@@ -1,7 +1,7 @@
 """From a decoded request to a validated prompt: whatever a client may get wrong ends here."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -171,16 +171,15 @@ class Intake:
             values = _without_overridden(values, data) | data
         values = _without_overridden(self._default_sampling, values) | values
         sampling = SamplingParams.from_dict(values)
-        self._check_stop_token_ids(sampling)
+        self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
+        self._check_vocabulary("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         return sampling, metadata
 
-    def _check_stop_token_ids(self, sampling: SamplingParams) -> None:
-        for token_id in sampling.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise RequestError(
-                    f"stop_token_ids must be in [0, {self._vocab_size - 1}].",
-                    param="stop_token_ids",
-                )
+    def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
+        if any(token_id >= self._vocab_size for token_id in token_ids):
+            raise RequestError(
+                f"{name}: token ids must be in [0, {self._vocab_size - 1}].", param=name
+            )
 
     def _fill_in(self, sampling: SamplingParams, num_prompt: int, source: str) -> SamplingParams:
         if num_prompt == 0:

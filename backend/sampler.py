@@ -2,20 +2,20 @@
 
 A row's token depends on its logits, its sampling parameters, (seed, output index) and nothing
 else: not on the rows beside it, their number or order. Filters apply in this order, as in
-transformers: temperature, top_k, top_p, min_p. Each keeps every token that ties with the last one
-kept, so no sort order shows in the result. The draw inverts the cumulative distribution, in order
-of token id, at the point that Philox gives for (seed, output index).
+transformers: temperature, top_k, top_p, min_p, typical_p. Each keeps every token that ties with
+the last one kept, so no sort order shows in the result. The draw inverts the cumulative
+distribution, in order of token id, at the point that Philox gives for (seed, output index).
 
 Probabilities become whole numbers before they are summed: integer sums are exact, hence the same
 on every device, for every number of threads and in every batch.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from shoal.backend.logits_processors import process_logits
 from shoal.backend.philox import NUM_RANDOM_BITS, random_bits
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sequence import Sequence
@@ -42,7 +42,7 @@ def sample(
     """Choose the next token of each sequence."""
     if logits.device.type == "mps":  # sampling there would need 64-bit types that it lacks
         logits = logits.cpu()
-    allowed = _mask_before_min_tokens(logits, sequences)
+    allowed = process_logits(logits, sequences)
     best_logits, best_ids = allowed.max(dim=-1)  # the lowest id where logits tie
     usable = torch.isfinite(best_logits).tolist()  # the maximum of a row with NaN is NaN
     token_ids: list[int] = best_ids.tolist()
@@ -61,30 +61,6 @@ def sample(
         else SampleError("The model gave no usable prediction for this sequence (NaN or infinite).")
         for row, sequence in enumerate(sequences)
     ]
-
-
-def stop_ids(sequence: Sequence) -> Iterable[int]:
-    """The token ids that end the sequence."""
-    if sequence.sampling.ignore_eos:
-        return sequence.sampling.stop_token_ids
-    return sequence.eos_token_ids.union(sequence.sampling.stop_token_ids)
-
-
-def _mask_before_min_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Logits in which no sequence can end before its min_tokens; a copy where that changes any."""
-    vocab_size = logits.shape[-1]
-    rows: list[int] = []
-    columns: list[int] = []
-    for row, sequence in enumerate(sequences):
-        if sequence.num_output_tokens < sequence.sampling.min_tokens:
-            ids = [token_id for token_id in stop_ids(sequence) if token_id < vocab_size]
-            rows += [row] * len(ids)
-            columns += ids
-    if not rows:
-        return logits
-    masked = logits.clone()
-    masked[rows, columns] = -math.inf
-    return masked
 
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
@@ -117,6 +93,7 @@ def _filtered_weights(logits: torch.Tensor, sequences: list[Sequence]) -> torch.
     weights = (torch.softmax(scaled, dim=-1) * WEIGHT_ONE).to(torch.int64)
     _apply_top_p(weights, [p.top_p for p in params])
     _apply_min_p(weights, [p.min_p for p in params])
+    _apply_typical_p(weights, [p.typical_p for p in params])
     return weights
 
 
@@ -173,6 +150,27 @@ def _apply_min_p(weights: torch.Tensor, min_ps: list[float]) -> None:
     floors = [math.ceil(weight * p) for weight, p in zip(best, min_ps, strict=True)]
     floor = torch.tensor(floors, dtype=torch.int64, device=weights.device)[:, None]
     weights.masked_fill_(weights < floor, 0)
+
+
+def _apply_typical_p(weights: torch.Tensor, typical_ps: list[float]) -> None:
+    """Set to 0, in place, all but the tokens whose surprise is nearest to the expected one and that
+    together reach typical_p (Meister et al., arXiv 2202.00666)."""
+    for row, mass in enumerate(typical_ps):
+        if mass < 1.0:
+            kept = _typical(weights[row], mass)
+            weights[row].masked_fill_(~kept, 0)
+
+
+def _typical(weights: torch.Tensor, mass: float) -> torch.Tensor:
+    """Which tokens of one row [vocab_size] are typical; bool [vocab_size]."""
+    total = int(weights.sum())
+    probs = weights.double() / total
+    surprise = -probs.log()  # inf where the weight is 0
+    expected = (weights.double() * surprise).nan_to_num(0.0).to(torch.int64).sum().double() / total
+    distance = (surprise - expected).abs()
+    ordered, ids = distance.sort()
+    reached = weights[ids].cumsum(0) >= max(1, math.ceil(total * mass))
+    return (distance <= ordered[reached.to(torch.uint8).argmax()]) & (weights > 0)
 
 
 def _finish_row(logits: torch.Tensor, num_logprobs: int | None, token_id: int) -> SampledToken:

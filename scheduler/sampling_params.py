@@ -11,6 +11,7 @@ MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_LOGIT_BIAS_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0  # of tokens that the output holds already
+    frequency_penalty: float = 0.0  # the same, for each time
+    repetition_penalty: float = 1.0  # divides; of tokens in prompt or output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -39,6 +45,11 @@ class SamplingParams:
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("typical_p", self.typical_p, 0.0, 1.0, low_open=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        _check_logit_bias(self.logit_bias)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, optional=True)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
@@ -59,13 +70,21 @@ class SamplingParams:
         """Whether the most likely token is always taken. A tiny temperature counts as zero."""
         return self.temperature < 1e-5 or self.top_k == 1
 
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SamplingParams":
         """Build from decoded JSON. Null means absent; an unknown name is an error, never dropped.
 
         ``stop`` may be a string or a list of strings; ``max_completion_tokens`` and
         ``max_new_tokens`` are taken as ``max_tokens`` (the first one present in that order wins
-        over ``max_tokens``).
+        over ``max_tokens``). ``logit_bias`` is an object from token id (a string) to number.
         """
         known = {field.name for field in fields(cls)}
         values = {name: value for name, value in values.items() if value is not None}
@@ -91,6 +110,8 @@ class SamplingParams:
                 if not isinstance(values[name], list | tuple):
                     raise RequestError(f"{name} must be a list.", param=name, code="invalid_type")
                 values[name] = tuple(values[name])
+        if "logit_bias" in values:
+            values["logit_bias"] = _read_logit_bias(values["logit_bias"])
         return cls(**values)
 
 
@@ -132,3 +153,36 @@ def _check_stop_token_ids(ids: Any) -> None:
         )
     for token_id in ids:
         _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+
+
+def _read_logit_bias(value: Any) -> tuple[tuple[int, Any], ...]:
+    if not isinstance(value, dict):
+        raise RequestError(
+            "logit_bias must be an object from token id to number.",
+            param="logit_bias",
+            code="invalid_type",
+        )
+    for token_id in value:
+        if not (isinstance(token_id, str) and token_id.isascii() and token_id.isdigit()):
+            raise RequestError(
+                f"logit_bias must name tokens by their ids, not {str(token_id)[:32]!r}.",
+                param="logit_bias",
+            )
+    _check_logit_bias_size(value)
+    return tuple((int(token_id), bias) for token_id, bias in value.items())
+
+
+def _check_logit_bias_size(entries: Any) -> None:
+    if len(entries) > MAX_LOGIT_BIAS_TOKENS:
+        raise RequestError(
+            f"logit_bias takes at most {MAX_LOGIT_BIAS_TOKENS} tokens.", param="logit_bias"
+        )
+
+
+def _check_logit_bias(entries: tuple[tuple[int, Any], ...]) -> None:
+    _check_logit_bias_size(entries)
+    for token_id, bias in entries:
+        _check_int("logit_bias", token_id, 0, 2**31 - 1)
+        _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+    if len({token_id for token_id, _ in entries}) < len(entries):
+        raise RequestError("logit_bias must name each token once.", param="logit_bias")

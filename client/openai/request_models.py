@@ -16,10 +16,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -46,6 +42,11 @@ SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
     "seed",
     "stop",
     "stop_token_ids",
@@ -75,6 +76,11 @@ class GenerationBody(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
@@ -210,6 +216,11 @@ EXPECTED_TYPES = {
     "top_p": _NUMBER,
     "top_k": _WHOLE,
     "min_p": _NUMBER,
+    "typical_p": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "logit_bias": "must be an object from token id to number",
     "seed": _WHOLE,
     "stop": "must be a string or a list of strings",
     "stop_token_ids": "must be a list of whole numbers",

@@ -195,6 +195,17 @@ def test_bad_sampling_json(text: str) -> None:
         ("top_p", 0),
         ("top_k", 1.5),
         ("min_p", 2),
+        ("typical_p", 0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -3),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("logit_bias", [1]),
+        ("logit_bias", {"300": 5}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"7": 1, "07": 1}),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
         ("n", 2),
         ("seed", 2**63),
         ("stop", [1]),
@@ -210,6 +221,20 @@ def test_bad_sampling_json(text: str) -> None:
 def test_bad_sampling_parameter_is_named(name: str, value: Any) -> None:
     error = refused(text_input="hi", sampling_parameters=json.dumps({name: value}))
     assert error.param == name
+
+
+@pytest.mark.parametrize("value", [101, -100.5, "1", None, True])
+def test_a_bad_logit_bias_is_named_with_its_token(value: Any) -> None:
+    error = refused(text_input="hi", sampling_parameters=json.dumps({"logit_bias": {"7": value}}))
+    assert error.param == "logit_bias[7]"
+
+
+def test_logit_bias_comes_from_json_and_from_a_request_parameter() -> None:
+    text = '{"logit_bias": {"7": -100, "8": 0.5}}'
+    bias = ((7, -100), (8, 0.5))
+    assert prepare(text_input="hi", sampling_parameters=text).sampling.logit_bias == bias
+    parameters = {"logit_bias": '{"7": -100, "8": 0.5}'}
+    assert prepare(text_input="hi", parameters=parameters).sampling.logit_bias == bias
 
 
 def test_sampling_json_wins_over_request_parameters() -> None:

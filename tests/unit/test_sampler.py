@@ -3,7 +3,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor, TypicalLogitsWarper
 
+from shoal.backend.logits_processors import process_logits
 from shoal.backend.sampler import SampleError, sample
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sampling_params import SamplingParams
@@ -112,6 +114,8 @@ MIXED = [
     SamplingParams(seed=4, top_k=20, top_p=0.9, min_p=0.05, temperature=1.7),
     SamplingParams(seed=5, min_p=0.2, min_tokens=9),
     SamplingParams(temperature=0.0, logprobs=5),
+    SamplingParams(seed=6, typical_p=0.7, frequency_penalty=0.5, presence_penalty=-1.0),
+    SamplingParams(seed=7, repetition_penalty=1.5, logit_bias=((8, 4.0), (9, -100.0))),
 ]
 
 
@@ -190,3 +194,64 @@ def test_a_row_with_nothing_allowed_fails():
     params = SamplingParams(min_tokens=1, seed=1)
     (only,) = sample(logits, [sequence(params)])
     assert isinstance(only, SampleError)
+
+
+def test_typical_p_keeps_the_tokens_nearest_to_the_expected_surprise():
+    row = torch.tensor([0.5, 0.2, 0.2, 0.05, 0.05]).log()
+    # Entropy 1.29 nats: 0.2 (1.61) lies nearest, then 0.5 (0.69), then 0.05 (3.00).
+    assert possible_ids(row, SamplingParams(typical_p=0.3)) == {1, 2}
+    assert possible_ids(row, SamplingParams(typical_p=0.6)) == {0, 1, 2}
+    assert possible_ids(row, SamplingParams(typical_p=0.95)) == {0, 1, 2, 3, 4}
+    assert possible_ids(row, SamplingParams(typical_p=0.3, top_k=1)) == {0}
+
+
+@pytest.mark.parametrize("mass", [0.2, 0.5, 0.9, 0.99])
+def test_typical_p_agrees_with_transformers(mass):
+    row = random_logits(1)[0]
+    warped = TypicalLogitsWarper(mass=mass)(torch.zeros(1, 1, dtype=torch.long), row[None])[0]
+    allowed = set(warped.isfinite().nonzero()[:, 0].tolist())
+    drawn = set(draw_ids(row, SamplingParams(typical_p=mass, seed=3), 3000))
+    assert drawn <= allowed
+    likely = {i for i in allowed if torch.softmax(warped, -1)[i] > 0.01}
+    assert likely <= drawn
+
+
+def test_presence_and_frequency_penalties_count_the_output_alone():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 8], logits[0, 9] = 3.0, 2.5, 1.0  # 5 is in the prompt, 8 is output
+    presence = SamplingParams(temperature=0.0, presence_penalty=2.0)
+    frequency = SamplingParams(temperature=0.0, frequency_penalty=1.0, logit_bias=((5, -100.0),))
+    assert sample(logits, [sequence(presence, num_outputs=2)])[0].token_id == 5
+    assert sample(logits, [sequence(frequency, num_outputs=1)])[0].token_id == 8
+    assert sample(logits, [sequence(frequency, num_outputs=2)])[0].token_id == 9
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_repetition_penalty_is_that_of_transformers(penalty):
+    logits = random_logits(1)
+    seq = sequence(SamplingParams(temperature=0.0, repetition_penalty=penalty), num_outputs=3)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([seq.token_ids]), logits.clone()
+    )
+    assert torch.equal(process_logits(logits, [seq]), expected)
+
+
+def test_logit_bias_moves_the_choice_and_not_the_reported_logprob():
+    logits = random_logits(1)
+    params = SamplingParams(temperature=0.0, logprobs=0, logit_bias=((17, 100.0),))
+    token = sample(logits, [sequence(params)])[0]
+    assert token.token_id == 17
+    assert token.logprob == pytest.approx(torch.log_softmax(logits[0], -1)[17].item())
+
+
+def test_processors_leave_the_neighbours_and_the_input_alone():
+    logits = random_logits(3)
+    before = logits.clone()
+    changed = SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=((3, 50.0),))
+    rows = [sequence(num_outputs=4), sequence(changed, num_outputs=4), sequence(num_outputs=4)]
+    processed = process_logits(logits, rows)
+    assert torch.equal(logits, before)
+    assert torch.equal(processed[[0, 2]], logits[[0, 2]])
+    assert processed[1, 3] == logits[1, 3] + 50
+    alone = process_logits(logits[1:2], rows[1:2])
+    assert torch.equal(processed[1:2], alone)
