@@ -5,19 +5,25 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+# The widest head whose key/value heads torch shares between query heads by itself.
+MAX_SHARED_HEAD_DIM = 256
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What attention needs to know of one step, the same for all layers.
+    """What attention needs to know of one step, the same for all layers of a kind.
 
     Sequence i has ``query_lens[i]`` new tokens, the last of its ``context_lens[i]`` tokens; their
-    keys and values are in the cache already.
+    keys and values are in the cache already. With a window, a query at position p sees the keys in
+    (p - window, p], and what lies before the first query's window is not read.
     """
 
     block_tables: torch.Tensor  # int64 [num_seqs, max_blocks], padded with 0
     query_lens: list[int]  # [num_seqs], sums to num_tokens
     context_lens: list[int]  # [num_seqs], query_lens included
-    context_slots: torch.Tensor  # int64 [sum of context_lens]: slots in sequence order
+    key_lens: list[int]  # [num_seqs]: the last so many tokens of the context are read
+    key_slots: torch.Tensor  # int64 [sum of key_lens]: their slots in sequence order
+    window: int | None = None
 
     @classmethod
     def build(
@@ -26,14 +32,24 @@ class AttentionMetadata:
         query_lens: list[int],
         context_lens: list[int],
         block_size: int,
+        window: int | None = None,
     ) -> "AttentionMetadata":
         """Lay out the step once, so that no layer has to."""
+        key_lens = [
+            context_len if window is None else min(context_len, query_len + window - 1)
+            for query_len, context_len in zip(query_lens, context_lens, strict=True)
+        ]
         offsets = torch.arange(block_size, device=block_tables.device)
         slots = (block_tables[:, :, None] * block_size + offsets).flatten(1)
-        context_slots = torch.cat(
-            [row[:length] for row, length in zip(slots.unbind(0), context_lens, strict=True)]
+        key_slots = torch.cat(
+            [
+                row[context_len - key_len : context_len]
+                for row, context_len, key_len in zip(
+                    slots.unbind(0), context_lens, key_lens, strict=True
+                )
+            ]
         )
-        return cls(block_tables, query_lens, context_lens, context_slots)
+        return cls(block_tables, query_lens, context_lens, key_lens, key_slots, window)
 
 
 def paged_attention(
@@ -42,46 +58,91 @@ def paged_attention(
     value_cache: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend from ``query`` [num_tokens, num_heads, head_dim]; returns the same shape.
 
     The caches are [num_blocks, block_size, num_kv_heads, head_dim]; query head h reads key/value
-    head h // (num_heads / num_kv_heads). The reference gathers the contexts of all sequences in one
-    go and then calls torch's scaled_dot_product_attention for each, as transformers does for a
-    batch of one: no sequence's result depends on what else is in the batch.
+    head h // (num_heads / num_kv_heads). ``softcap`` bounds the scores: softcap * tanh(score /
+    softcap). The reference gathers what all sequences read in one go and then attends for each, by
+    the very operations that transformers uses for a batch of one (torch's
+    scaled_dot_product_attention, or its eager form where scores are capped): no sequence's result
+    depends on what else is in the batch.
     """
     # [1, heads, tokens, head_dim]
     queries = query.transpose(0, 1)[None].split_with_sizes(metadata.query_lens, 2)
-    keys = _gather(key_cache, metadata).split_with_sizes(metadata.context_lens, 2)
-    values = _gather(value_cache, metadata).split_with_sizes(metadata.context_lens, 2)
-    outputs = [_attend(*qkv, scale) for qkv in zip(queries, keys, values, strict=True)]
+    keys = _gather(key_cache, metadata).split_with_sizes(metadata.key_lens, 2)
+    values = _gather(value_cache, metadata).split_with_sizes(metadata.key_lens, 2)
+    outputs = [
+        _attend(*qkv, scale, metadata.window)
+        if softcap is None
+        else _attend_capped(*qkv, scale, metadata.window, softcap)
+        for qkv in zip(queries, keys, values, strict=True)
+    ]
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 def _gather(cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    # [1, num_kv_heads, sum of context_lens, head_dim]
-    return cache.flatten(0, 1).index_select(0, metadata.context_slots).transpose(0, 1)[None]
+    # [1, num_kv_heads, sum of key_lens, head_dim]
+    return cache.flatten(0, 1).index_select(0, metadata.key_slots).transpose(0, 1)[None]
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    query_len, context_len = query.shape[2], key.shape[2]
+    num_heads, query_len, head_dim = query.shape[1:]
+    num_kv_heads, key_len = key.shape[1:3]
+    num_shared = num_heads // num_kv_heads
     mask = None
-    if 1 < query_len < context_len:
-        mask = _chunk_mask(query_len, context_len, query.device)
-    return functional.scaled_dot_product_attention(
+    if 1 < query_len < key_len or (window is not None and key_len >= window):
+        mask = causal_mask(query_len, key_len, window, query.device)
+    torch_shares = mask is None and head_dim <= MAX_SHARED_HEAD_DIM
+    if num_shared > 1 and not torch_shares:
+        # Another kernel may run with a mask or a wide head, so these forms are part of the result.
+        if query_len == 1:
+            query = query.reshape(1, num_kv_heads, num_shared, head_dim)
+        else:
+            key, value = _repeat_heads(key, num_shared), _repeat_heads(value, num_shared)
+    output = functional.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
-        is_causal=1 < query_len == context_len,
+        is_causal=mask is None and query_len > 1,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=num_shared > 1 and torch_shares,
     )
+    return output.reshape(1, num_heads, query_len, head_dim)
 
 
-def _chunk_mask(query_len: int, context_len: int, device: torch.device) -> torch.Tensor:
-    # bool [query_len, context_len], True where attended: the last query sees the whole context.
-    ones = torch.ones(query_len, context_len, dtype=torch.bool, device=device)
-    return ones.tril(context_len - query_len)
+def _attend_capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float,
+) -> torch.Tensor:
+    query_len, key_len = query.shape[2], key.shape[2]
+    num_shared = query.shape[1] // key.shape[1]
+    scores = torch.matmul(query, _repeat_heads(key, num_shared).transpose(2, 3)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    seen = causal_mask(query_len, key_len, window, query.device)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, _repeat_heads(value, num_shared))
+
+
+def _repeat_heads(states: torch.Tensor, times: int) -> torch.Tensor:
+    # [1, num_kv_heads, key_len, head_dim] to [1, num_heads, key_len, head_dim]
+    return states if times == 1 else states.repeat_interleave(times, dim=1)
+
+
+def causal_mask(
+    query_len: int, key_len: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Bool [query_len, key_len], True where attended: the last query is at the last key."""
+    ones = torch.ones(query_len, key_len, dtype=torch.bool, device=device)
+    first = key_len - query_len  # the first query's own key
+    mask = ones.tril(first)
+    return mask if window is None else mask.triu(first - window + 1)
