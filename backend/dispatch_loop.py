@@ -7,13 +7,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import zmq
 
-from shoal.backend.chunk import Alternative, Chunk, TokenLogprobs
+from shoal.backend.chunk import Chunk
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.intake import PreparedRequest
+from shoal.backend.live_request import LiveRequest
+from shoal.backend.loop_status import LoopStatus
 from shoal.backend.messages import (
     AbortSequence,
     AddSequence,
@@ -22,29 +23,22 @@ from shoal.backend.messages import (
     WorkerReady,
     WorkerStatus,
 )
+from shoal.backend.orders import Cancelled, Order, Prepared, Rejected, Submitted
 from shoal.backend.request_class import RequestClass
-from shoal.backend.text.output_processor import OutputProcessor, TextDelta
+from shoal.backend.text.output_processor import OutputProcessor
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.worker_keeper import (
     WorkerDown,
     WorkerEvent,
     WorkerKeeper,
     WorkerSaid,
-    WorkerState,
     WorkerUp,
 )
-from shoal.scheduler.dispatcher import (
-    Abort,
-    Add,
-    Command,
-    Delivery,
-    Dispatcher,
-    WorkerCapacity,
-)
-from shoal.scheduler.drain import DrainEstimate
+from shoal.scheduler.dispatched import Abort, Add, Command, Delivery
+from shoal.scheduler.dispatcher import Dispatcher
 from shoal.scheduler.errors import RequestError
-from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sequence import FinishReason
+from shoal.scheduler.worker_ledger import WorkerCapacity
 
 TICK_MS = 50
 # After so many workers in a row that never came up, waiting requests are told so.
@@ -52,79 +46,9 @@ MAX_FAILED_STARTS = 5
 # No sign of life for so long: not ready, though it may yet recover.
 STUCK_AFTER_S = 4.0
 
-Sink = Callable[[Chunk], None]
 Progress = Callable[[str, int, int], None]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """A request is there; its prompt is still being prepared."""
-
-    seq_id: int
-    sink: Sink
-    at: float  # monotonic
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    seq_id: int
-    request: PreparedRequest
-    request_class: RequestClass
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    seq_id: int
-    error: RequestError
-    was_full: bool = False  # refused by a drain estimate, which then has one more to retry
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    seq_id: int
-
-
-Order = Submitted | Prepared | Rejected | Cancelled
-
-
-@dataclass(slots=True)
-class _LiveRequest:
-    sink: Sink
-    submitted_at: float  # monotonic
-    processor: OutputProcessor | None = None  # None: not prepared yet
-    num_input_tokens: int = 0
-    cached_tokens: int = 0
-    wants_logprobs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LoopStatus:
-    """What other threads may know; replaced as a whole each turn of the loop."""
-
-    turn_at: float = 0.0  # monotonic
-    worker_state: WorkerState = WorkerState.LOADING
-    heard_at: float = 0.0
-    step: int = 0
-    step_at: float = 0.0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_preemptions: int = 0
-    num_queued: int = 0
-    num_live: int = 0
-    worker_restarts: int = 0
-    max_model_len: int = 0
-    max_num_seqs: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    drain: DrainEstimate = DrainEstimate()
-    num_shed: int = 0
-    num_timeouts: int = 0
-    num_made_way: int = 0  # preemptions for a higher tier, in the dispatcher
 
 
 class DispatchLoop:
@@ -134,7 +58,7 @@ class DispatchLoop:
         self._dispatcher = dispatcher
         self._keeper = keeper
         self._tokenizer = tokenizer
-        self._live: dict[int, _LiveRequest] = {}
+        self._live: dict[int, LiveRequest] = {}
         self._inbox: deque[Order] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -254,7 +178,7 @@ class DispatchLoop:
     def _take_order(self, order: Order) -> None:
         match order:
             case Submitted():
-                self._live[order.seq_id] = _LiveRequest(order.sink, order.at)
+                self._live[order.seq_id] = LiveRequest(order.sink, order.at)
             case Rejected():
                 if order.was_full:
                     self._dispatcher.note_refused()
@@ -413,37 +337,12 @@ class DispatchLoop:
         delta = live.processor.push(delivery.token, delivery.finish_reason)
         if delta.stop_hit and delivery.finish_reason is None:
             self._drop(delivery.seq_id)
-        chunk = self._chunk(live, delivery.token, delta)
+        chunk = live.chunk(delivery.token, delta, self._tokenizer)
         self._generation_tokens += chunk.num_new_tokens
         if chunk.final:
             self._finish(delivery.seq_id, chunk)
         else:
             self._emit(live, chunk)
-
-    def _chunk(self, live: _LiveRequest, token: SampledToken | None, delta: TextDelta) -> Chunk:
-        wants_logprobs = live.wants_logprobs and token is not None
-        assert live.processor is not None
-        return Chunk(
-            text=delta.text,
-            token_ids=() if token is None else (token.token_id,),
-            logprobs=(self._logprobs(token),) if wants_logprobs and token is not None else (),
-            cumulative_logprob=live.processor.cumulative_logprob if live.wants_logprobs else None,
-            num_input_tokens=live.num_input_tokens,
-            cached_tokens=live.cached_tokens,
-            finish_reason=delta.finish_reason,
-        )
-
-    def _logprobs(self, token: SampledToken) -> TokenLogprobs:
-        top = tuple(
-            Alternative(token_id, self._tokenizer.decode([token_id]), logprob, rank)
-            for rank, (token_id, logprob) in enumerate(token.top_logprobs, start=1)
-        )
-        same = next((item for item in top if item.token_id == token.token_id), None)
-        if same is not None:
-            return TokenLogprobs(same, top)
-        text = self._tokenizer.decode([token.token_id])
-        assert token.logprob is not None
-        return TokenLogprobs(Alternative(token.token_id, text, token.logprob, None), top)
 
     def _fail(self, seq_id: int, error: RequestError) -> None:
         live = self._live.get(seq_id)
@@ -457,7 +356,7 @@ class DispatchLoop:
         self._finished[chunk.finish_reason.value] += 1
         self._emit(live, chunk)
 
-    def _emit(self, live: _LiveRequest, chunk: Chunk) -> None:
+    def _emit(self, live: LiveRequest, chunk: Chunk) -> None:
         try:
             live.sink(chunk)
         except Exception:

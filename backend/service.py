@@ -13,18 +13,15 @@ from typing import Any
 from shoal.backend.chunk import Chunk
 from shoal.backend.dispatch_loop import (
     STUCK_AFTER_S,
-    Cancelled,
     DispatchLoop,
-    Prepared,
     Progress,
-    Rejected,
-    Submitted,
     internal_error,
     shutting_down,
 )
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.intake import Intake, PreparedRequest, RawRequest
 from shoal.backend.metrics import ServiceCounts
+from shoal.backend.orders import Cancelled, Prepared, Rejected, Submitted
 from shoal.backend.request_class import RequestClass, classify
 from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.tokenizer import Tokenizer

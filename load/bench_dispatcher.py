@@ -3,13 +3,15 @@
 import random
 import time
 
-from shoal.scheduler.dispatcher import Add, Dispatcher, DispatcherConfig, WorkerCapacity
+from shoal.scheduler.dispatched import Add
+from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.outputs import SampledToken, StepOutput
 from shoal.scheduler.policies import POLICY_NAMES
 from shoal.scheduler.preemption import PreemptionConfig
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import FinishReason
 from shoal.scheduler.tiers import Tier, TierTable
+from shoal.scheduler.worker_ledger import WorkerCapacity
 
 NUM_REQUESTS = 20_000
 NUM_QUEUED = 2_000

@@ -20,7 +20,8 @@ from shoal.load.report import make_console, markdown_table
 from shoal.load.simulation import SimulationConfig, WorkerSettings, default_dispatcher
 from shoal.load.step_cost import StepCost
 from shoal.load.workload import Workload
-from shoal.scheduler.dispatcher import Add, Dispatcher
+from shoal.scheduler.dispatched import Add
+from shoal.scheduler.dispatcher import Dispatcher
 from shoal.scheduler.outputs import SampledToken, StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from shoal.load.step_cost import StepCost, StepShape
 from shoal.load.virtual_time import EventLoop
-from shoal.scheduler.dispatcher import Abort, Add, Command, DispatchedSequence
+from shoal.scheduler.dispatched import Abort, Add, Command, DispatchedSequence
 from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
 from shoal.scheduler.scheduler import Scheduler
 from shoal.scheduler.sequence import Sequence

@@ -14,14 +14,8 @@ from shoal.load.step_cost import StepCost, StepShape
 from shoal.load.virtual_time import EventLoop
 from shoal.load.workload import Lengths, Request, Workload, chain, segment_tokens
 from shoal.scheduler.block_pool import BlockPool
-from shoal.scheduler.dispatcher import (
-    Add,
-    Command,
-    Delivery,
-    Dispatcher,
-    DispatcherConfig,
-    WorkerCapacity,
-)
+from shoal.scheduler.dispatched import Add, Command, Delivery
+from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.eviction import make_eviction_policy
 from shoal.scheduler.kv_manager import KVCacheManager
@@ -30,6 +24,7 @@ from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import FinishReason
 from shoal.scheduler.tiers import TenantTable, TierTable
+from shoal.scheduler.worker_ledger import WorkerCapacity
 
 TICK_S = 0.050  # the dispatch loop's longest wait
 SAMPLE_S = 1.0  # between two samples of the timeline

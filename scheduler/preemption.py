@@ -1,9 +1,14 @@
 """Which running sequences give up their place to one of a higher tier."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shoal.scheduler.dispatched import DispatchedSequence
+from shoal.scheduler.fleet import Fleet
 from shoal.scheduler.policies import Ticket
+from shoal.scheduler.worker_ledger import WorkerLedger
+
+_AGAIN_S = 0.05  # a head that found no victims looks again after so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +63,54 @@ def choose_victims(
         slots_lacking -= 1
         blocks_lacking -= item.num_blocks
     return victims if slots_lacking <= 0 and blocks_lacking <= 0 else []
+
+
+class Preemptor:
+    """Finds the cheapest running sequences that make room for a head, on any one worker."""
+
+    def __init__(self, config: PreemptionConfig, fleet: Fleet) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._again_at: dict[int, float] = {}  # by seq_id, of the last head in vain
+
+    def choose(
+        self, head: DispatchedSequence, live: Mapping[int, DispatchedSequence], now: float
+    ) -> tuple[WorkerLedger, list[DispatchedSequence]] | None:
+        """A worker and those on it that make way; None if none can, or a moment ago none could."""
+        if not self._config.max_preemptions or self._again_at.get(head.seq_id, now) > now:
+            return None
+        best: tuple[int, WorkerLedger, list[DispatchedSequence]] | None = None
+        for worker in self._fleet:
+            victims = self._victims(worker, head, live, now)
+            cost = sum(victim.num_tokens for victim in victims)
+            if victims and (best is None or cost < best[0]):
+                best = (cost, worker, victims)
+        if best is None:
+            self._again_at = {head.seq_id: now + _AGAIN_S}
+            return None
+        return best[1], best[2]
+
+    def _victims(
+        self,
+        worker: WorkerLedger,
+        head: DispatchedSequence,
+        live: Mapping[int, DispatchedSequence],
+        now: float,
+    ) -> list[DispatchedSequence]:
+        capacity = worker.capacity
+        if not capacity.can_ever_fit(head.num_tokens) or self._fleet.is_unsafe(worker, head):
+            return []
+        needed = capacity.num_blocks_for_next(head.num_tokens)
+        running = (live[seq_id] for seq_id in worker.reserved)
+        victims = choose_victims(
+            (
+                RunningSequence(s.ticket, s.handed_over, s.num_tokens, worker.reserved[s.seq_id])
+                for s in running
+            ),
+            head.ticket,
+            self._config,
+            slots_lacking=len(worker.reserved) + 1 - capacity.max_num_seqs,
+            blocks_lacking=needed - worker.headroom,
+            now=now,
+        )
+        return [live[victim.seq_id] for victim in victims]

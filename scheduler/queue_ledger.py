@@ -1,4 +1,4 @@
-"""What waits, whose it is, and what can be shed: the sums that admission decides by."""
+"""What waits and what of it can be shed: the sums that admission decides by."""
 
 from dataclasses import dataclass, field
 
@@ -10,14 +10,6 @@ class _Queued:
     ticket: Ticket
     num_tokens: int
     work: float
-
-
-@dataclass(slots=True)
-class TenantUse:
-    """What a tenant has live, queued or in service."""
-
-    num_requests: int = 0
-    num_tokens: int = 0  # prompts and the outputs they may still ask for
 
 
 @dataclass(slots=True)

@@ -6,9 +6,11 @@ from heapq import heappop, heappush
 
 from builders import fake_token, make_sampling, make_scheduler
 
-from shoal.scheduler.dispatcher import Abort, Command, Delivery, Dispatcher, WorkerCapacity
+from shoal.scheduler.dispatched import Abort, Command, Delivery
+from shoal.scheduler.dispatcher import Dispatcher
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sequence import FinishReason, Sequence
+from shoal.scheduler.worker_ledger import WorkerCapacity
 
 # A step reads all weights whatever it computes, so its base outweighs its tokens.
 STEP_BASE_S = 0.020

@@ -1,18 +1,12 @@
 import pytest
 from builders import fake_token, make_sampling
 
-from shoal.scheduler.dispatcher import (
-    Abort,
-    Add,
-    Command,
-    Delivery,
-    Dispatcher,
-    DispatcherConfig,
-    WorkerCapacity,
-)
+from shoal.scheduler.dispatched import Abort, Add, Command, Delivery
+from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.sequence import FinishReason
+from shoal.scheduler.worker_ledger import WorkerCapacity
 
 WORKER = 1
 

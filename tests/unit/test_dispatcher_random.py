@@ -8,21 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 from builders import fake_token, make_sampling, make_scheduler, run_step
 
-from shoal.scheduler.dispatcher import (
-    Abort,
-    Add,
-    Command,
-    Delivery,
-    Dispatcher,
-    DispatcherConfig,
-    WorkerCapacity,
-)
+from shoal.scheduler.dispatched import Abort, Add, Command, Delivery
+from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.policies import POLICY_NAMES
 from shoal.scheduler.preemption import PreemptionConfig
 from shoal.scheduler.sequence import FinishReason, Sequence
 from shoal.scheduler.tiers import Tier, TierTable
+from shoal.scheduler.worker_ledger import WorkerCapacity
 
 BLOCK_SIZE = 4
 MAX_NUM_SEQS = 4

@@ -7,19 +7,13 @@ import pytest
 from builders import fake_token, make_sampling
 from virtual_service import Request, VirtualService, percentile
 
-from shoal.scheduler.dispatcher import (
-    Abort,
-    Add,
-    Command,
-    Delivery,
-    Dispatcher,
-    DispatcherConfig,
-    WorkerCapacity,
-)
+from shoal.scheduler.dispatched import Abort, Add, Command, Delivery
+from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.preemption import PreemptionConfig
 from shoal.scheduler.sequence import FinishReason
 from shoal.scheduler.tiers import Tier, TierTable
+from shoal.scheduler.worker_ledger import WorkerCapacity
 
 TIERS = TierTable([Tier("high", 8.0), Tier("standard", 2.0), Tier("low", 1.0)])
 WORKER = 1

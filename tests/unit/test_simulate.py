@@ -36,7 +36,8 @@ from shoal.load.step_cost import (
 from shoal.load.virtual_time import EventLoop
 from shoal.load.workload import Request, Segment, Tier, Workload, segment_tokens
 from shoal.load.workloads import WORKLOADS, WorkloadOptions
-from shoal.scheduler.dispatcher import Delivery, Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatched import Delivery
+from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sampling_params import SamplingParams
 

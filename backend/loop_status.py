@@ -1,0 +1,34 @@
+"""What the dispatch loop lets other threads know."""
+
+from dataclasses import dataclass, field
+
+from shoal.backend.worker_keeper import WorkerState
+from shoal.scheduler.drain import DrainEstimate
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStatus:
+    """Replaced as a whole each turn of the loop."""
+
+    turn_at: float = 0.0  # monotonic
+    worker_state: WorkerState = WorkerState.LOADING
+    heard_at: float = 0.0
+    step: int = 0
+    step_at: float = 0.0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    num_queued: int = 0
+    num_live: int = 0
+    worker_restarts: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    drain: DrainEstimate = DrainEstimate()
+    num_shed: int = 0
+    num_timeouts: int = 0
+    num_made_way: int = 0  # preemptions for a higher tier, in the dispatcher

@@ -1,0 +1,42 @@
+"""What other threads tell the dispatch loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.backend.chunk import Chunk
+from shoal.backend.intake import PreparedRequest
+from shoal.backend.request_class import RequestClass
+from shoal.scheduler.errors import RequestError
+
+Sink = Callable[[Chunk], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request is there; its prompt is still being prepared."""
+
+    seq_id: int
+    sink: Sink
+    at: float  # monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    seq_id: int
+    request: PreparedRequest
+    request_class: RequestClass
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    seq_id: int
+    error: RequestError
+    was_full: bool = False  # refused by a drain estimate, which then has one more to retry
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    seq_id: int
+
+
+Order = Submitted | Prepared | Rejected | Cancelled

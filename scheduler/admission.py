@@ -1,0 +1,133 @@
+"""Who may queue, who must make way, and what the refused are told."""
+
+from shoal.scheduler import refusals
+from shoal.scheduler.dispatched import DispatchedSequence
+from shoal.scheduler.drain import DrainEstimate, DrainMeter
+from shoal.scheduler.errors import RequestError
+from shoal.scheduler.policies import Ticket
+from shoal.scheduler.queue_ledger import QueueLedger
+from shoal.scheduler.tenant_ledger import TenantLedger
+from shoal.scheduler.tiers import TenantTable, Tier
+
+_DEFAULT_SERVICE_S = 1.0  # assumed time from hand-over to finish until one was seen
+_SERVICE_SMOOTHING = 0.1  # weight of the newest sample in the moving average
+
+
+class Admission:
+    """The sums over queue and tenants that a decision rests on. Owned by the dispatcher.
+
+    The queue is bounded by requests and by known tokens; by either, an empty queue takes one.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        tenants: TenantTable,
+        max_queued_requests: int,
+        max_queued_tokens: int | None,
+    ) -> None:
+        self.queue = QueueLedger()
+        self.tenants = TenantLedger(tenants)
+        self.drain_meter = DrainMeter()
+        self._policy = policy
+        self._max_queued_requests = max_queued_requests
+        self._max_queued_tokens = max_queued_tokens
+        self._num_refused = 0  # told to retry, less the places freed since
+        self._mean_service_s = _DEFAULT_SERVICE_S
+
+    def enqueue(self, sequence: DispatchedSequence, is_new: bool) -> None:
+        """Count a sequence that is queued, new or again; guesses how much it has yet to give."""
+        max_tokens = sequence.sampling.max_tokens
+        expected = self.drain_meter.expected_outputs(max_tokens) - sequence.num_output_tokens
+        sequence.ticket.expected_outputs = max(1.0, expected)
+        self._enter_queue(sequence, is_new)
+
+    def grow(self, sequence: DispatchedSequence) -> None:
+        """A queued sequence has a token more."""
+        self.queue.leave(sequence.ticket)
+        self._enter_queue(sequence, is_new=False)
+
+    def hand_over(self, ticket: Ticket) -> None:
+        """A sequence leaves the queue for a worker: a place is free."""
+        self.queue.leave(ticket)
+        self.tenants.start_service(ticket.tenant)
+        self._num_refused = max(0, self._num_refused - 1)
+
+    def note_finished(self, num_outputs: int, service_s: float) -> None:
+        """A sequence ended by itself, so long after its hand-over."""
+        self._mean_service_s += _SERVICE_SMOOTHING * (service_s - self._mean_service_s)
+        self.drain_meter.note_finished(num_outputs)
+
+    def note_refused(self) -> None:
+        """Count a request that was refused elsewhere, by an estimate of a full queue."""
+        self._num_refused += 1
+
+    def note_empty(self) -> None:
+        """Nothing is queued, so whoever comes back finds a place."""
+        self._num_refused = 0
+
+    def check_tenant(self, tenant: str, num_tokens: int) -> None:
+        """Raise RequestError where a new sequence of so many tokens exceeds a tenant's limits."""
+        self.tenants.check_limits(tenant, num_tokens, self._mean_service_s)
+
+    def make_place(self, tier: Tier, num_tokens: int) -> list[Ticket]:
+        """What must be shed for a new sequence. Raises RequestError when the queue stays full."""
+        requests_over = len(self.queue) + 1 - self._max_queued_requests
+        tokens_over = 0
+        if self._max_queued_tokens is not None and self.queue:
+            tokens_over = self.queue.num_tokens + num_tokens - self._max_queued_tokens
+        if requests_over <= 0 and tokens_over <= 0:
+            return []
+        victims = self.queue.newest_below(tier.weight, requests_over, tokens_over)
+        if not victims:
+            raise self._queue_full(requests_over > 0)
+        return victims
+
+    def next_retry_ms(self) -> int:
+        """Each refused client is told when the place after those promised before comes free."""
+        self._num_refused += 1
+        return refusals.retry_ms(self._interval_s * self._num_refused)
+
+    def estimate(self, *, has_free_slot: bool, is_draining: bool) -> DrainEstimate:
+        """How long a new sequence would wait. Holds the live sums, not copies."""
+        queue = self.queue
+        num_queued = len(queue)
+        return DrainEstimate(
+            policy=self._policy,
+            tokens_per_s=self.drain_meter.tokens_per_s,
+            is_saturated=num_queued > 0 or not has_free_slot,
+            is_draining=is_draining,
+            is_full=num_queued >= self._max_queued_requests
+            or (
+                self._max_queued_tokens is not None and queue.num_tokens >= self._max_queued_tokens
+            ),
+            max_queued_requests=self._max_queued_requests,
+            num_queued=num_queued,
+            queued_tokens=queue.num_tokens,
+            queued_work=queue.work,
+            mean_work=queue.work / num_queued if num_queued else 0.0,
+            work_by_tier=queue.work_by_tier,
+            work_by_tenant=queue.work_by_tenant,
+            lowest_weight=queue.lowest_weight,
+            interval_s=self._interval_s,
+            num_refused=self._num_refused,
+        )
+
+    def _enter_queue(self, sequence: DispatchedSequence, is_new: bool) -> None:
+        work = sequence.num_prompt_tokens + sequence.ticket.expected_outputs
+        self.queue.enter(sequence.ticket, sequence.num_tokens, work, is_new)
+
+    def _queue_full(self, is_by_requests: bool) -> RequestError:
+        if is_by_requests:
+            return refusals.queue_full(self._max_queued_requests, self.next_retry_ms())
+        assert self._max_queued_tokens is not None
+        return refusals.queue_full_of_tokens(self._max_queued_tokens, self.next_retry_ms())
+
+    @property
+    def _interval_s(self) -> float:
+        """From one hand-over to the next while the queue is full."""
+        rate = self.drain_meter.tokens_per_s
+        if rate and self.queue:
+            return self.queue.work / len(self.queue) / rate
+        # Little's law: with n sequences in service, one finishes every (service time / n).
+        return self._mean_service_s / max(1, self.tenants.num_in_service)

@@ -1,0 +1,113 @@
+"""What each tenant has live and in service, against its limits and its share."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.scheduler import refusals
+from shoal.scheduler.dispatched import DispatchedSequence
+from shoal.scheduler.tiers import TenantTable
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant has live, queued or in service."""
+
+    num_requests: int = 0
+    num_tokens: int = 0  # prompts and the outputs they may still ask for
+
+
+class TenantLedger:
+    """The live sequences of each tenant, as sums. Owned by the dispatcher. O(1) an operation."""
+
+    def __init__(self, tenants: TenantTable) -> None:
+        self._tenants = tenants
+        self._uses: dict[str, TenantUse] = {}  # tenants with live sequences
+        self._in_service: Counter[str] = Counter()  # sequences on workers
+        self._live_weight = 0.0  # of tenants with live sequences
+        self._num_in_service = 0
+        self._several_at = float("-inf")
+
+    @property
+    def num_in_service(self) -> int:
+        """Sequences on workers."""
+        return self._num_in_service
+
+    @property
+    def several_at(self) -> float:
+        """When a sequence last came while two tenants or more had live ones."""
+        return self._several_at
+
+    def weight(self, tenant: str) -> float:
+        return self._tenants.get(tenant).weight
+
+    def enter(self, sequence: DispatchedSequence, now: float) -> None:
+        """A new sequence is live."""
+        ticket = sequence.ticket
+        use = self._uses.get(ticket.tenant)
+        if use is None:
+            use = self._uses[ticket.tenant] = TenantUse()
+            self._live_weight += ticket.tenant_weight
+        use.num_requests += 1
+        use.num_tokens += _most_tokens(sequence)
+        if len(self._uses) > 1:
+            self._several_at = now
+
+    def leave(self, sequence: DispatchedSequence) -> None:
+        """A sequence, not in service, is live no more."""
+        ticket = sequence.ticket
+        use = self._uses[ticket.tenant]
+        use.num_requests -= 1
+        use.num_tokens -= _most_tokens(sequence)
+        if not use.num_requests:
+            del self._uses[ticket.tenant]
+            self._live_weight = self._live_weight - ticket.tenant_weight if self._uses else 0.0
+
+    def start_service(self, tenant: str) -> None:
+        """A sequence is handed to a worker."""
+        self._in_service[tenant] += 1
+        self._num_in_service += 1
+
+    def end_service(self, tenant: str) -> None:
+        """A sequence is on a worker no more."""
+        self._num_in_service -= 1
+        self._in_service[tenant] -= 1
+        if not self._in_service[tenant]:
+            del self._in_service[tenant]
+
+    def has_its_share(self, tenant: str, num_slots: int) -> bool:
+        """Whether the tenant has its weight's share of the slots, among those that are about."""
+        return self._in_service[tenant] * self._live_weight >= num_slots * self.weight(tenant)
+
+    def check_limits(self, tenant: str, num_tokens: int, mean_service_s: float) -> None:
+        """Raise RequestError where a new sequence of so many tokens exceeds the tenant's limits."""
+        settings = self._tenants.get(tenant)
+        if settings.max_requests is None and settings.max_tokens is None:
+            return
+        if settings.max_tokens is not None and num_tokens > settings.max_tokens:
+            raise refusals.tenant_request_too_large(num_tokens, settings.max_tokens)
+        use = self._uses.get(tenant, TenantUse())
+        # One of its own must finish; they finish one after the other.
+        retry_ms = refusals.retry_ms(mean_service_s / max(1, use.num_requests))
+        if settings.max_requests is not None and use.num_requests >= settings.max_requests:
+            raise refusals.tenant_limit("requests", settings.max_requests, retry_ms)
+        if settings.max_tokens is not None and use.num_tokens + num_tokens > settings.max_tokens:
+            raise refusals.tenant_limit("tokens", settings.max_tokens, retry_ms)
+
+    def check_integrity(self, sequences: Iterable[DispatchedSequence]) -> None:
+        """Assert that the sums are those of the live sequences. For tests."""
+        uses: dict[str, TenantUse] = {}
+        in_service: Counter[str] = Counter()
+        for sequence in sequences:
+            use = uses.setdefault(sequence.ticket.tenant, TenantUse())
+            use.num_requests += 1
+            use.num_tokens += _most_tokens(sequence)
+            if sequence.worker_id is not None:
+                in_service[sequence.ticket.tenant] += 1
+        assert uses == self._uses
+        assert in_service == self._in_service
+        assert in_service.total() == self._num_in_service
+
+
+def _most_tokens(sequence: DispatchedSequence) -> int:
+    return sequence.num_prompt_tokens + (sequence.sampling.max_tokens or 0)
