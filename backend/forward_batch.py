@@ -11,6 +11,9 @@ class ForwardBatch:
 
     Filled by ModelRunner, read by models and kernels. Host-side lists beside tensors serve the
     reference attention, which walks sequence by sequence.
+
+    Rotary embeddings go by position; slots, block tables and context lengths by cache index, which
+    is smaller where blocks were dropped from a sequence.
     """
 
     input_ids: torch.Tensor  # int64 [num_tokens]
@@ -18,5 +21,8 @@ class ForwardBatch:
     slot_mapping: torch.Tensor  # int64 [num_tokens]: block_id * block_size + offset
     block_tables: torch.Tensor  # int64 [num_seqs, max_blocks], padded with 0
     query_lens: list[int]  # [num_seqs], sums to num_tokens
-    context_lens: list[int]  # [num_seqs]: computed tokens including this step's
+    context_lens: list[int]  # [num_seqs]: tokens in the cache including this step's
     logits_indices: torch.Tensor  # int64 [num_samples]: rows of the hidden states to project
+    # float32 [num_seqs, max_blocks], zeros: the forward pass leaves there the softmax weight that
+    # each block got, summed over this step's queries, heads and layers. None: nobody asks.
+    block_mass: torch.Tensor | None = None

@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         _Int,
         [_Int, *[_Pointer] * 4, *[_Size] * 4, *[_Pointer] * 3],
     ),
-    "shoal_attention": (_Int, [_Int, _Int, *[_Pointer] * 6, *[_Size] * 6, _Float, _Pointer]),
+    "shoal_attention": (_Int, [_Int, _Int, *[_Pointer] * 6, *[_Size] * 6, _Float, *[_Pointer] * 2]),
     "shoal_plan_create": (
         _Pointer,
         [_Int, _Size, _Size, _Size, _Pointer, _Size, _Pointer, _Size],
@@ -247,8 +247,13 @@ class NativeLibrary:
         query_lens: list[int],
         context_lens: list[int],
         scale: float,
+        block_mass: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention as the reference's ``paged_attention``; returns the query's shape."""
+        """Causal attention as the reference's ``paged_attention``; returns the query's shape.
+
+        ``block_mass`` float32 [num_seqs, max_blocks] is overwritten with the attention that each
+        block got, over this call's queries and heads.
+        """
         out = torch.empty_like(query)
         lens = torch.tensor([query_lens, context_lens], dtype=torch.int64)
         _check_code(
@@ -267,6 +272,7 @@ class NativeLibrary:
                 *key_cache.shape[2:],
                 scale,
                 pointer(out),
+                pointer(block_mass, torch.float32),
             )
         )
         return out

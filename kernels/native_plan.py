@@ -74,6 +74,7 @@ _STEP_POINTERS = (
     "key_caches",
     "value_caches",
     "logits",
+    "block_mass",
 )
 
 

@@ -1,9 +1,12 @@
 """Causal attention of a flat batch over keys and values in the paged cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+
+from shoal.kernels.attention_mass import sum_attention_mass
 
 # The widest head whose key/value heads torch shares between query heads by itself.
 MAX_SHARED_HEAD_DIM = 256
@@ -24,6 +27,8 @@ class AttentionMetadata:
     key_lens: list[int]  # [num_seqs]: the last so many tokens of the context are read
     key_slots: torch.Tensor  # int64 [sum of key_lens]: their slots in sequence order
     window: int | None = None
+    # float32 [num_seqs, max_blocks]: attention adds there what each block got; None: nobody asks
+    block_mass: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -33,6 +38,7 @@ class AttentionMetadata:
         context_lens: list[int],
         block_size: int,
         window: int | None = None,
+        block_mass: torch.Tensor | None = None,
     ) -> "AttentionMetadata":
         """Lay out the step once, so that no layer has to."""
         key_lens = [
@@ -49,7 +55,7 @@ class AttentionMetadata:
                 )
             ]
         )
-        return cls(block_tables, query_lens, context_lens, key_lens, key_slots, window)
+        return cls(block_tables, query_lens, context_lens, key_lens, key_slots, window, block_mass)
 
 
 def paged_attention(
@@ -73,6 +79,8 @@ def paged_attention(
     queries = query.transpose(0, 1)[None].split_with_sizes(metadata.query_lens, 2)
     keys = _gather(key_cache, metadata).split_with_sizes(metadata.key_lens, 2)
     values = _gather(value_cache, metadata).split_with_sizes(metadata.key_lens, 2)
+    if metadata.block_mass is not None:
+        _add_block_mass(metadata, queries, keys, key_cache.shape[1], scale, softcap)
     outputs = [
         _attend(*qkv, scale, metadata.window)
         if softcap is None
@@ -80,6 +88,25 @@ def paged_attention(
         for qkv in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+def _add_block_mass(
+    metadata: AttentionMetadata,
+    queries: Sequence[torch.Tensor],
+    keys: Sequence[torch.Tensor],
+    block_size: int,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    assert metadata.block_mass is not None
+    num_blocks = metadata.block_mass.shape[1]
+    parts = zip(metadata.block_mass, queries, keys, metadata.context_lens, strict=True)
+    for row, query, key, context_len in parts:
+        seen = causal_mask(query.shape[2], key.shape[2], metadata.window, query.device)
+        mass = sum_attention_mass(query[0], key[0], seen, scale, softcap)
+        by_slot = mass.new_zeros(num_blocks * block_size)
+        by_slot[context_len - key.shape[2] : context_len] = mass
+        row += by_slot.view(num_blocks, block_size).sum(dim=-1)
 
 
 def _gather(cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:

@@ -117,7 +117,11 @@ class LlamaForCausalLM:
         Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``.
         """
         metadata = AttentionMetadata.build(
-            batch.block_tables, batch.query_lens, batch.context_lens, kv.block_size
+            batch.block_tables,
+            batch.query_lens,
+            batch.context_lens,
+            kv.block_size,
+            block_mass=batch.block_mass,
         )
         angles = rotary_angles(batch.positions, self._inv_freq, self.dtype)
         hidden = embedding(batch.input_ids, self._embed_tokens)  # [num_tokens, hidden_size]

@@ -54,6 +54,7 @@ class NativeLlama:
             key_caches=self._caches.keys,
             value_caches=self._caches.values,
             logits=pointer(logits),
+            block_mass=pointer(batch.block_mass, torch.float32),
         )
         self._plan.run(arguments)
         return logits

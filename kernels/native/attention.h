@@ -15,6 +15,7 @@ namespace shoal {
 
 constexpr int64_t kSpan = 64;
 constexpr int64_t kTaskRows = 48;  // query heads x tokens that share the spans they read
+constexpr double kMassOne = 4294967296.0;  // a softmax weight of 1, in the units of block mass
 
 // Sequence i has query_lens[i] new tokens, the last of its context_lens[i].
 struct Batch {
@@ -22,6 +23,20 @@ struct Batch {
   const int64_t* block_tables;  // [num_seqs, max_blocks]
   const int64_t* query_lens;
   const int64_t* context_lens;
+};
+
+// How much attention each block of a sequence got. Whole numbers: their sum is the same in whatever
+// order the threads add them, and however the queries came to be spread over steps.
+struct BlockMass {
+  int64_t* units = nullptr;  // [num_seqs, max_blocks], in 1 / kMassOne; null: nobody asks
+
+  void add(int64_t index, int64_t value) const {
+    if (value) __atomic_fetch_add(units + index, value, __ATOMIC_RELAXED);
+  }
+
+  void read(float* out, int64_t num_blocks) const {
+    for (int64_t i = 0; i < num_blocks; i++) out[i] = float(double(units[i]) / kMassOne);
+  }
 };
 
 // Some neighbouring tokens of one sequence, for the query heads of one key/value head.
@@ -107,6 +122,66 @@ void pack_keys(const T* const* keys, int64_t count, int64_t head_dim, T* panel) 
           key < count && i < head_dim ? keys[key][i] : T{};
 }
 
+// Collects what each row of a task gave to each block, and adds it to the batch's mass at the end.
+// A piece is what a block and a span share; a row's weights in it are relative to the row's maximum
+// as it was after that span.
+class MassScratch {
+ public:
+  void begin(int64_t num_rows, int64_t end, int64_t block_size) {
+    num_spans_ = (end + kSpan - 1) / kSpan;
+    num_pieces_ = (end + block_size - 1) / block_size + num_spans_;
+    block_size_ = block_size;
+    sums_.assign(num_rows * num_pieces_, 0.0f);
+    maxima_.assign(num_rows * num_spans_, 0.0f);
+    pieces_.clear();
+  }
+
+  void begin_span(int64_t start, int64_t count) {
+    first_piece_ = pieces_.size();
+    for (int64_t i = 0; i < count;) {
+      const int64_t block = (start + i) / block_size_;
+      const int64_t next = std::min(count, (block + 1) * block_size_ - start);
+      pieces_.push_back({block, start / kSpan, i, next});
+      i = next;
+    }
+  }
+
+  void add_row(int64_t row, const float* weights, float row_max) {
+    for (size_t i = first_piece_; i < pieces_.size(); i++) {
+      float sum = 0.0f;
+      for (int64_t key = pieces_[i].begin; key < pieces_[i].end; key++) sum += weights[key];
+      sums_[row * num_pieces_ + i] = sum;
+    }
+    maxima_[row * num_spans_ + pieces_[first_piece_].span] = row_max;
+  }
+
+  // `mass_row` is the index of the sequence's first block in `mass`.
+  void finish(const float* row_maxima, const float* totals, int64_t num_rows, int64_t mass_row,
+              const BlockMass& mass) {
+    for (size_t i = 0; i < pieces_.size(); i++) {
+      int64_t units = 0;
+      for (int64_t row = 0; row < num_rows; row++) {
+        const float raw = sums_[row * num_pieces_ + i];
+        if (!(raw > 0.0f)) continue;  // unseen, or NaN: the sequence fails anyway
+        const float shrink = maxima_[row * num_spans_ + pieces_[i].span] - row_maxima[row];
+        const float weight = raw * exponential(splat(shrink))[0] / totals[row];
+        if (weight <= 1.5f) units += std::llrint(double(weight) * kMassOne);
+      }
+      mass.add(mass_row + pieces_[i].block, units);
+    }
+  }
+
+ private:
+  struct Piece {
+    int64_t block, span, begin, end;
+  };
+  int64_t num_spans_, num_pieces_, block_size_;
+  size_t first_piece_;
+  std::vector<Piece> pieces_;
+  std::vector<float> sums_;    // [rows, pieces]
+  std::vector<float> maxima_;  // [rows, spans]
+};
+
 // One thread's working memory.
 template <class T>
 class AttentionScratch {
@@ -131,6 +206,7 @@ class AttentionScratch {
   std::vector<float> sums;     // [rows, width]: values, weighted so far
   std::vector<float> maxima;   // [rows]
   std::vector<float> totals;   // [rows, kLanes]: weights so far, by lane
+  MassScratch mass;
 };
 
 template <class T>
@@ -180,7 +256,7 @@ inline void weigh(float* scores, int64_t visible, float scale, float& row_max, f
 template <class T>
 void attend(const AttentionTask& task, const Batch& batch, const HeadShape& heads, float scale,
             const T* query, const T* key_cache, const T* value_cache, T* out,
-            AttentionScratch<T>& scratch) {
+            AttentionScratch<T>& scratch, const BlockMass& mass) {
   const int64_t dim = heads.head_dim, group = heads.num_heads / heads.num_kv_heads;
   const int64_t width = scratch.width;
   const int64_t num_rows = task.num_tokens * group;
@@ -204,6 +280,7 @@ void attend(const AttentionTask& task, const Batch& batch, const HeadShape& head
   std::fill_n(scratch.sums.begin(), num_rows * width, 0.0f);
   std::fill_n(scratch.totals.begin(), num_rows * kLanes, 0.0f);
   std::fill_n(scratch.maxima.begin(), num_rows, -std::numeric_limits<float>::infinity());
+  if (mass.units) scratch.mass.begin(num_rows, end, batch.block_size);
 
   for (int64_t start = 0; start < end; start += kSpan) {
     const int64_t count = std::min(kSpan, end - start);
@@ -235,10 +312,13 @@ void attend(const AttentionTask& task, const Batch& batch, const HeadShape& head
                 &scratch.scores[begin * kSpan + panel * kPanel], kSpan, false);
       });
     }
+    if (mass.units) scratch.mass.begin_span(start, count);
     for (int64_t row = first; row < num_rows; row++) {
       const int64_t visible = std::min(kSpan, task.first_position + row / group + 1 - start);
       weigh(&scratch.scores[row * kSpan], visible, scale, scratch.maxima[row],
             &scratch.totals[row * kLanes], &scratch.sums[row * width], width);
+      if (mass.units)
+        scratch.mass.add_row(row, &scratch.scores[row * kSpan], scratch.maxima[row]);
     }
     pack_values(values, count, dim, scratch.values.data());
     for (int64_t panel = 0; panel < width / kPanel; panel++)
@@ -253,7 +333,11 @@ void attend(const AttentionTask& task, const Batch& batch, const HeadShape& head
     const float total = sum_lanes(load(&scratch.totals[row * kLanes]));
     T* to = out + head_of(row);
     for (int64_t i = 0; i < dim; i++) assign(to[i], scratch.sums[row * width + i] / total);
+    scratch.totals[row] = total;  // the lanes of the rows before are done with
   }
+  if (mass.units)
+    scratch.mass.finish(scratch.maxima.data(), scratch.totals.data(), num_rows,
+                        task.seq * batch.max_blocks, mass);
 }
 
 }  // namespace shoal

@@ -48,6 +48,7 @@ struct Step {
   void* const* key_caches;        // [num_layers]
   void* const* value_caches;      // [num_layers]
   float* logits;                  // [num_samples, vocab_size]
+  float* block_mass;              // [num_seqs, max_blocks], over all layers; null: not wanted
 };
 
 class PlanBase {
@@ -71,14 +72,18 @@ class Plan : public PlanBase {
     const auto tasks = attention_tasks(batch, heads_);
     while (int64_t(scratch_.size()) < step.num_threads)
       scratch_.push_back(std::make_unique<AttentionScratch<T>>(heads_));
+    const int64_t num_blocks = step.num_seqs * step.max_blocks;
+    if (step.block_mass) mass_.assign(num_blocks, 0);
+    const BlockMass mass{step.block_mass ? mass_.data() : nullptr};
     Team team(ops_.size());
 #pragma omp parallel num_threads(int(step.num_threads))
     {
       const int num_threads = omp_get_num_threads();
       auto& scratch = *scratch_[omp_get_thread_num()];
       for (size_t i = 0; i < ops_.size(); i++)
-        run_op(team, i, num_threads, step, batch, tasks, scratch);
+        run_op(team, i, num_threads, step, batch, tasks, scratch, mass);
     }
+    if (step.block_mass) mass.read(step.block_mass, num_blocks);
   }
 
  private:
@@ -95,7 +100,8 @@ class Plan : public PlanBase {
   }
 
   void run_op(Team& team, int64_t number, int num_threads, const Step& step, const Batch& batch,
-              const std::vector<AttentionTask>& tasks, AttentionScratch<T>& scratch) {
+              const std::vector<AttentionTask>& tasks, AttentionScratch<T>& scratch,
+              const BlockMass& mass) {
     const PlanOp& op = ops_[number];
     const auto each_row = [&](int64_t count, auto body) {
       team.share(number, count, std::max<int64_t>(1, count / (num_threads * 8)), body);
@@ -144,7 +150,8 @@ class Plan : public PlanBase {
         team.share(number, tasks.size(), 1, [&](int64_t i) {
           attend(tasks[i], batch, heads_, op.scalar, row<T>(op.in, 0),
                  static_cast<const T*>(step.key_caches[op.layer]),
-                 static_cast<const T*>(step.value_caches[op.layer]), row<T>(op.out, 0), scratch);
+                 static_cast<const T*>(step.value_caches[op.layer]), row<T>(op.out, 0), scratch,
+                 mass);
         });
         break;
     }
@@ -155,6 +162,7 @@ class Plan : public PlanBase {
   std::vector<PlanBuffer> shapes_;
   std::vector<std::vector<char>> buffers_;
   std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
+  std::vector<int64_t> mass_;
   int64_t num_rows_ = 0;
 };
 

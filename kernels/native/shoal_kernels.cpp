@@ -108,11 +108,13 @@ int shoal_attention(int type, int num_threads, const void* query, const void* ke
                     const void* value_cache, const int64_t* block_tables,
                     const int64_t* query_lens, const int64_t* context_lens, int64_t num_seqs,
                     int64_t max_blocks, int64_t block_size, int64_t num_heads,
-                    int64_t num_kv_heads, int64_t head_dim, float scale, void* out) {
+                    int64_t num_kv_heads, int64_t head_dim, float scale, void* out, float* block_mass) {
   return guarded([&] {
     const HeadShape heads{num_heads, num_kv_heads, head_dim};
     const Batch batch{num_seqs, max_blocks, block_size, block_tables, query_lens, context_lens};
     const auto tasks = attention_tasks(batch, heads);
+    std::vector<int64_t> units(block_mass ? num_seqs * max_blocks : 0);
+    const BlockMass mass{block_mass ? units.data() : nullptr};
     Team team(1);
     with_type(type, [&](auto t) {
       using T = decltype(t);
@@ -122,9 +124,10 @@ int shoal_attention(int type, int num_threads, const void* query, const void* ke
       team.share(0, tasks.size(), 1, [&](int64_t i) {
         attend(tasks[i], batch, heads, scale, static_cast<const T*>(query),
                static_cast<const T*>(key_cache), static_cast<const T*>(value_cache),
-               static_cast<T*>(out), scratch[omp_get_thread_num()]);
+               static_cast<T*>(out), scratch[omp_get_thread_num()], mass);
       });
     });
+    if (block_mass) mass.read(block_mass, units.size());
   });
 }
 

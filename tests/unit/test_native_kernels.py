@@ -4,26 +4,18 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from attention_context import MIXED, TOLERANCE, Context, normal, num_threads
 from torch.nn import functional
 
 from shoal.backend.weights.catalogue import kernels_dir
 from shoal.kernels.native_build import NativeBuildError, build_library, find_compiler
 from shoal.kernels.native_library import Epilogue, NativeLibrary, load_native, share_torch_openmp
-from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
 from shoal.kernels.rms_norm import rms_norm
 from shoal.kernels.rotary_embedding import rotary_angles, rotary_embedding
-
-# One bf16 rounding is 2^-9 of the value; products of float32 differ in their order only.
-TOLERANCE = {
-    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
-    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +26,6 @@ def native() -> NativeLibrary:
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-@contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class TestLinear:
@@ -144,69 +124,6 @@ class TestRows:
         assert torch.equal(values.flatten(0, 1)[slots], by_head[:, -num_kv_heads:].to(dtype))
         untouched = [slot for slot in range(20) if slot not in slots.tolist()]
         assert not bool(keys.flatten(0, 1)[untouched].any())
-
-
-class Context:
-    """Sequences in a paged cache that is NaN wherever nothing was written."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        dtype: torch.dtype,
-        heads: tuple[int, int] = (6, 2),
-        head_dim: int = 32,
-        block_size: int = 16,
-    ) -> None:
-        self.lengths = lengths
-        self.scale = head_dim**-0.5
-        width = max(-(-length // block_size) for length in lengths)
-        num_blocks = width * len(lengths)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
-        self.block_tables = order.view(len(lengths), width)
-        self.block_size = block_size
-        shape = (num_blocks, block_size, heads[1], head_dim)
-        self.keys = torch.full(shape, float("nan"), dtype=dtype)
-        self.values = torch.full(shape, float("nan"), dtype=dtype)
-        for idx, length in enumerate(lengths):
-            slots = self.block_tables[idx][:, None] * block_size + torch.arange(block_size)
-            rows = slots.flatten()[:length]
-            for cache, seed in ((self.keys, 10), (self.values, 20)):
-                content = normal(length, heads[1], head_dim, seed=seed + idx, dtype=dtype)
-                cache.flatten(0, 1)[rows] = content
-        self.queries = [
-            normal(length, heads[0], head_dim, seed=30 + idx, dtype=dtype)
-            for idx, length in enumerate(lengths)
-        ]
-
-    def native(self, native: NativeLibrary, *ranges: tuple[int, int, int]) -> torch.Tensor:
-        """Attend for tokens begin to end of some sequences: (sequence, begin, end)."""
-        return native.paged_attention(
-            torch.cat([self.queries[idx][begin:end] for idx, begin, end in ranges]),
-            self.keys,
-            self.values,
-            self.block_tables[[idx for idx, _, _ in ranges]].contiguous(),
-            [end - begin for _, begin, end in ranges],
-            [end for _, _, end in ranges],
-            self.scale,
-        )
-
-    def reference(self, *ranges: tuple[int, int, int]) -> torch.Tensor:
-        metadata = AttentionMetadata.build(
-            self.block_tables[[idx for idx, _, _ in ranges]],
-            [end - begin for _, begin, end in ranges],
-            [end for _, _, end in ranges],
-            self.block_size,
-        )
-        return paged_attention(
-            torch.cat([self.queries[idx][begin:end] for idx, begin, end in ranges]).float(),
-            self.keys.float(),
-            self.values.float(),
-            metadata,
-            self.scale,
-        )
-
-
-MIXED = ((0, 0, 70), (1, 199, 200), (2, 20, 65), (3, 0, 1), (1, 64, 129))
 
 
 class TestAttention:

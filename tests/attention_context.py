@@ -1,0 +1,102 @@
+"""Sequences with keys, values and queries of their own, for tests of attention kernels."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shoal.kernels.native_library import NativeLibrary
+from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
+
+# One bf16 rounding is 2^-9 of the value; products of float32 differ in their order only.
+TOLERANCE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2},
+}
+
+
+# (sequence, begin, end) of chunks and decodes in one batch.
+MIXED = ((0, 0, 70), (1, 199, 200), (2, 20, 65), (3, 0, 1), (1, 64, 129))
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Context:
+    """Sequences in a paged cache that is NaN wherever nothing was written."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        dtype: torch.dtype,
+        heads: tuple[int, int] = (6, 2),
+        head_dim: int = 32,
+        block_size: int = 16,
+    ) -> None:
+        self.lengths = lengths
+        self.scale = head_dim**-0.5
+        width = max(-(-length // block_size) for length in lengths)
+        num_blocks = width * len(lengths)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
+        self.block_tables = order.view(len(lengths), width)
+        self.block_size = block_size
+        shape = (num_blocks, block_size, heads[1], head_dim)
+        self.keys = torch.full(shape, float("nan"), dtype=dtype)
+        self.values = torch.full(shape, float("nan"), dtype=dtype)
+        for idx, length in enumerate(lengths):
+            slots = self.block_tables[idx][:, None] * block_size + torch.arange(block_size)
+            rows = slots.flatten()[:length]
+            for cache, seed in ((self.keys, 10), (self.values, 20)):
+                content = normal(length, heads[1], head_dim, seed=seed + idx, dtype=dtype)
+                cache.flatten(0, 1)[rows] = content
+        self.queries = [
+            normal(length, heads[0], head_dim, seed=30 + idx, dtype=dtype)
+            for idx, length in enumerate(lengths)
+        ]
+
+    def native(
+        self, native: NativeLibrary, *ranges: tuple[int, int, int], **options: Any
+    ) -> torch.Tensor:
+        """Attend for tokens begin to end of some sequences: (sequence, begin, end)."""
+        return native.paged_attention(
+            torch.cat([self.queries[idx][begin:end] for idx, begin, end in ranges]),
+            self.keys,
+            self.values,
+            self.block_tables[[idx for idx, _, _ in ranges]].contiguous(),
+            [end - begin for _, begin, end in ranges],
+            [end for _, _, end in ranges],
+            self.scale,
+            **options,
+        )
+
+    def mass_rows(self, *ranges: tuple[int, int, int]) -> torch.Tensor:
+        """Room for the block mass of those sequences."""
+        return torch.zeros(len(ranges), self.block_tables.shape[1])
+
+    def reference(
+        self, *ranges: tuple[int, int, int], block_mass: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        metadata = AttentionMetadata.build(
+            self.block_tables[[idx for idx, _, _ in ranges]],
+            [end - begin for _, begin, end in ranges],
+            [end for _, _, end in ranges],
+            self.block_size,
+            block_mass=block_mass,
+        )
+        return paged_attention(
+            torch.cat([self.queries[idx][begin:end] for idx, begin, end in ranges]).float(),
+            self.keys.float(),
+            self.values.float(),
+            metadata,
+            self.scale,
+        )
