@@ -23,6 +23,7 @@ def expert_mlp(
     [num_experts, hidden_size, intermediate_size]; ``expert_ids`` int64 and ``expert_weights``
     [num_tokens, num_chosen]. Rows are grouped by expert, then one grouped product each way, as in
     transformers' default (``grouped_mm``), in its order of sums.
+    A row must be a multiple of 16 bytes long.
     """
     num_tokens, num_chosen = expert_ids.shape
     sorted_ids, order = torch.sort(expert_ids.flatten())

@@ -31,7 +31,7 @@ def test_equals_transformers(dtype: torch.dtype, num_tokens: int) -> None:
 
 def test_formula() -> None:
     torch.manual_seed(0)
-    hidden, gate_up, down = torch.randn(5, 8), torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+    hidden, gate_up, down = torch.randn(5, 8), torch.randn(3, 24, 8), torch.randn(3, 8, 12)
     weights, ids = torch.rand(5, 3).topk(2)
     output = expert_mlp(hidden, gate_up, down, ids, weights, gelu_and_mul)
     expected = torch.zeros(5, 8)
