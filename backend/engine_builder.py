@@ -47,7 +47,9 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
     device = choose_device(config.device)
     native = choose_kernels(config.kernels, device, progress)
     dtype = choose_dtype(config.dtype, native)
-    loaded = load_model(resolve_weights(config.weights), dtype, device, progress)
+    loaded = load_model(
+        resolve_weights(config.weights), dtype, device, progress, config.quantization
+    )
     model = _on_kernels(loaded.model, native, progress)
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)

@@ -14,6 +14,7 @@ from shoal.scheduler.tiers import DEFAULT_TIER, TenantTable, TierTable
 DTYPES = ("auto", "float32", "bfloat16")
 PREFIX_EVICTIONS = ("lru", "lfu", "reuse")
 KERNELS = ("auto", "reference", "native")
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 
 
 class ConfigError(ValueError):
@@ -30,12 +31,17 @@ class EngineConfig:
     ``kernels`` chooses who computes. native: kernels compiled for this CPU, with which a text does
     not depend on what else runs; reference: torch, equal to transformers bit for bit; auto: native
     where that is possible, else the reference with a notice in the log.
+
+    ``quantization`` packs the weights of all products as they are loaded. int8: 8 bits, one scale
+    an output feature, and each token's states quantised likewise; fp8: 8-bit floats; int4: 4 bits,
+    groups of 128, the output projection in 8 bits; none: as the checkpoint has them.
     """
 
     weights: str
     dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"
+    quantization: str = "none"
     max_model_len: int | None = None  # None: the model's own context, or what the KV pool holds
     block_size: int = 16
     kv_cache_mib: int = 1024
@@ -68,6 +74,8 @@ class EngineConfig:
             raise ConfigError("device must be one of auto, cpu, cuda, mps.")
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}.")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}.")
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError("prefix_caching must be true or false.")
         if self.prefix_eviction not in PREFIX_EVICTIONS:

@@ -1,12 +1,14 @@
 """Building blocks that the model families share: weights with the kernel that applies them."""
 
 import math
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 
 from shoal.backend.models.model_config import ModelConfig, RopeConfig
 from shoal.kernels.linear import linear
+from shoal.kernels.quantized_weights import Weight
 from shoal.kernels.rms_norm import rms_norm
 from shoal.kernels.silu_and_mul import silu_and_mul
 
@@ -14,16 +16,25 @@ from shoal.kernels.silu_and_mul import silu_and_mul
 class Weights:
     """Named tensors of a checkpoint, each taken once, so that none is held twice."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: MutableMapping[str, Weight]) -> None:
         self._tensors = tensors
 
     def take(self, name: str) -> torch.Tensor:
-        """Remove and return a tensor."""
+        """Remove and return a tensor that is never quantised."""
+        weight = self.take_weight(name)
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"{name} must be dense")
+        return weight
+
+    def take_weight(self, name: str) -> Weight:
+        """Remove and return a matrix of a product or an embedding: dense or quantised."""
         return self._tensors.pop(name)
 
     def take_linear(self, name: str, bias: bool) -> "Linear":
         """Remove ``name.weight`` (and ``name.bias``)."""
-        return Linear(self.take(f"{name}.weight"), self.take(f"{name}.bias") if bias else None)
+        return Linear(
+            self.take_weight(f"{name}.weight"), self.take(f"{name}.bias") if bias else None
+        )
 
     def take_norm(self, name: str, eps: float) -> "RMSNorm":
         """Remove ``name.weight``."""
@@ -32,7 +43,9 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    weight: torch.Tensor  # [out_features, in_features]
+    """A product. What the weight's format is, dense or packed, its own class knows."""
+
+    weight: Weight  # [out_features, in_features]
     bias: torch.Tensor | None = None  # [out_features]
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:

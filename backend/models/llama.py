@@ -1,6 +1,6 @@
 """Llama and its look-alikes (SmolLM2 is one): the forward pass of a flat batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from shoal.kernels.embedding import embedding
 from shoal.kernels.kv_cache_write import kv_cache_write
 from shoal.kernels.linear import linear
 from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
+from shoal.kernels.quantized_weights import Weight
 from shoal.kernels.rotary_embedding import RotaryAngles, rotary_angles, rotary_embedding
 
 
@@ -55,8 +56,8 @@ class LlamaLayer:
 class LlamaEnds(NamedTuple):
     """What is there once, before and after the layers."""
 
-    embed_tokens: torch.Tensor  # [vocab_size, hidden_size]
-    lm_head: torch.Tensor  # [vocab_size, hidden_size]; the same object where weights are tied
+    embed_tokens: Weight  # [vocab_size, hidden_size]
+    lm_head: Weight  # [vocab_size, hidden_size]; the same object where weights are tied
     norm: RMSNorm
     inv_freq: torch.Tensor  # float32 [head_dim / 2]
 
@@ -64,15 +65,15 @@ class LlamaEnds(NamedTuple):
 class LlamaForCausalLM:
     """The model with its weights, for inference. ``forward`` mutates nothing but the cache."""
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, tensors: MutableMapping[str, Weight]) -> None:
         """Take the tensors named by ``weight_shapes`` out of ``tensors``, leaving it empty."""
         weights = Weights(tensors)
         self.config = config
-        self._embed_tokens = weights.take("model.embed_tokens.weight")
+        self._embed_tokens = weights.take_weight("model.embed_tokens.weight")
         self._layers = [_take_layer(config, weights, idx) for idx in range(config.num_layers)]
         self._norm = weights.take_norm("model.norm", config.rms_norm_eps)
         tied = config.tie_word_embeddings
-        self._lm_head = self._embed_tokens if tied else weights.take("lm_head.weight")
+        self._lm_head = self._embed_tokens if tied else weights.take_weight("lm_head.weight")
         self._inv_freq = rotary_inv_freq(config, self.device)
 
     @property

@@ -11,6 +11,7 @@ from shoal.backend.models.llama import LlamaForCausalLM, LlamaLayer
 from shoal.backend.models.model_config import ModelConfig
 from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear, pointer
 from shoal.kernels.native_plan import NativePlan, PlanBuilder, StepArguments
+from shoal.kernels.quantized_weights import dense, join
 
 
 class NativeLlama:
@@ -91,7 +92,7 @@ def _build_plan(model: LlamaForCausalLM, library: NativeLibrary) -> NativePlan:
     config = model.config
     plan = PlanBuilder(library, model.dtype, config.num_heads, config.num_kv_heads, config.head_dim)
     embedding, lm_head, norm, inv_freq = model.take_ends()
-    packed_head = library.pack_linear(lm_head)
+    packed_head = library.pack_linear(dense(lm_head))
     tied = embedding is lm_head
     del lm_head
     hidden = plan.buffer(config.hidden_size, torch.float32)
@@ -104,7 +105,7 @@ def _build_plan(model: LlamaForCausalLM, library: NativeLibrary) -> NativePlan:
     attended = plan.buffer(query_width)
     gated = plan.buffer(config.intermediate_size)
 
-    plan.embed(packed_head if tied else embedding, out=hidden)
+    plan.embed(packed_head if tied else dense(embedding), out=hidden)
     del embedding
     plan.rotary_angles(inv_freq, out=angles)
     for idx, layer in enumerate(model.take_layers()):
@@ -115,7 +116,8 @@ def _build_plan(model: LlamaForCausalLM, library: NativeLibrary) -> NativePlan:
         plan.attention(query, idx, config.head_dim**-0.5, out=attended)
         plan.linear(attended, _pack(library, attention.o_proj), hidden, Epilogue.ADD)
         plan.rms_norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, out=normed)
-        gate_up = library.pack_gated(mlp.gate.weight, mlp.up.weight, mlp.gate.bias, mlp.up.bias)
+        gate, up = dense(mlp.gate.weight), dense(mlp.up.weight)
+        gate_up = library.pack_gated(gate, up, mlp.gate.bias, mlp.up.bias)
         plan.linear(normed, gate_up, gated, Epilogue.SILU_MUL)
         plan.linear(gated, _pack(library, mlp.down), hidden, Epilogue.ADD)
     plan.select_norm(hidden, norm.weight, norm.eps, out=normed)
@@ -124,12 +126,12 @@ def _build_plan(model: LlamaForCausalLM, library: NativeLibrary) -> NativePlan:
 
 
 def _pack(library: NativeLibrary, linear: Linear) -> PackedLinear:
-    return library.pack_linear(linear.weight, linear.bias)
+    return library.pack_linear(dense(linear.weight), linear.bias)
 
 
 def _pack_qkv(library: NativeLibrary, layer: LlamaLayer) -> PackedLinear:
     """Queries, keys and values as one product."""
     parts = (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
     biases = [part.bias for part in parts if part.bias is not None]
-    weight = torch.cat([part.weight for part in parts])
+    weight = dense(join([part.weight for part in parts]))
     return library.pack_linear(weight, torch.cat(biases) if biases else None)

@@ -9,9 +9,12 @@ import torch
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.models.llama import LlamaForCausalLM
 from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.quantization.plan import plan_formats
+from shoal.backend.quantization.schemes import SCHEMES
 from shoal.backend.weights.gguf import GgufCheckpoint
 from shoal.backend.weights.safetensors import SafetensorsCheckpoint
 from shoal.backend.weights.tensor_source import TensorSource
+from shoal.kernels.quantized_weights import Weight
 
 # Called with a phase, and bytes done and in all.
 Progress = Callable[[str, int, int], None]
@@ -28,8 +31,11 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    quantization: str = "none",
 ) -> LoadedModel:
     """Load a GGUF file or a checkpoint folder, with weights in ``dtype`` on ``device``.
+
+    ``quantization`` packs matrices as they come: see ``quantization.plan``.
 
     Raises ConfigError, naming the file and the tensor, when the checkpoint does not fit its config.
     """
@@ -37,7 +43,8 @@ def load_model(
     config = source.config
     shapes = LlamaForCausalLM.weight_shapes(config)
     _check_tensors(source, shapes, config)
-    tensors = _load_tensors(source, list(shapes), dtype, device, progress or _ignore)
+    formats = plan_formats(shapes, quantization)
+    tensors = _load_tensors(source, list(shapes), formats, dtype, device, progress or _ignore)
     return LoadedModel(LlamaForCausalLM(config, tensors), config)
 
 
@@ -81,16 +88,19 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
 def _load_tensors(
     source: TensorSource,
     names: list[str],
+    formats: dict[str, str],
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Progress,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Weight]:
     total = sum(source.num_bytes(name) for name in names)
     done = 0
-    tensors = {}
+    tensors: dict[str, Weight] = {}
     progress("weights", done, total)
     for name in names:
-        tensors[name] = source.load(name, dtype).to(device)
+        tensor = source.load(name, dtype).to(device)
+        scheme = SCHEMES.get(formats.get(name, "none"))
+        tensors[name] = tensor if scheme is None else scheme(tensor, dtype)
         done += source.num_bytes(name)
         progress("weights", done, total)
     return tensors
