@@ -15,11 +15,15 @@ class Alternative:
     text: str
     logprob: float
     rank: int | None  # 1: the most likely; None: not among those asked for
+    token_bytes: bytes = b""  # may be a part of a character, which ``text`` cannot show
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The sampled token and its alternatives (best first; the sampled one may be among them)."""
+    """The sampled token and its alternatives (best first; the sampled one may be among them).
+
+    The sampled token's text is what it added to the output: nothing if it ends inside a character.
+    """
 
     sampled: Alternative
     top: tuple[Alternative, ...] = ()
@@ -34,7 +38,7 @@ class Chunk:
 
     text: str = ""
     token_ids: tuple[int, ...] = ()  # every sampled token, an end-of-text one too
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens of ``text``
     cumulative_logprob: float | None = None  # of the whole output so far
     num_input_tokens: int = 0  # of the whole request; 0 until it is tokenised
     cached_tokens: int = 0  # of the whole request

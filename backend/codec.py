@@ -186,7 +186,7 @@ def _output_tensors(chunk: Chunk, returns: Returns) -> list[Any]:
 
 
 def _logprobs_json(entries: tuple[TokenLogprobs, ...]) -> str:
-    """One object a token, from token id to its entry, the sampled token first."""
+    """One object a token of the text, from token id to its entry, the sampled token first."""
     return json.dumps([_logprobs_of_token(entry) for entry in entries])
 
 
@@ -198,7 +198,12 @@ def _logprobs_of_token(entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
 
 
 def _alternative(item: Alternative) -> dict[str, Any]:
-    return {"logprob": item.logprob, "rank": item.rank, "decoded_token": item.text}
+    return {
+        "logprob": item.logprob,
+        "rank": item.rank,
+        "decoded_token": item.text,
+        "bytes": list(item.token_bytes),
+    }
 
 
 def _triton_error(error: RequestError) -> Any:

@@ -337,7 +337,7 @@ class DispatchLoop:
         delta = live.processor.push(delivery.token, delivery.finish_reason)
         if delta.stop_hit and delivery.finish_reason is None:
             self._drop(delivery.seq_id)
-        chunk = live.chunk(delivery.token, delta, self._tokenizer)
+        chunk = live.chunk(delivery.token, delta)
         self._generation_tokens += chunk.num_new_tokens
         if chunk.final:
             self._finish(delivery.seq_id, chunk)

@@ -164,6 +164,7 @@ class TritonStream:
         sampling: Mapping[str, Any] | None = None,
         stream: bool = True,
         return_token_ids: bool = False,
+        return_logprobs: bool = False,
         request_id: str = "",
         parameters: Mapping[str, str | int | bool] | None = None,
         timeout_s: float | None = None,
@@ -184,6 +185,8 @@ class TritonStream:
         inputs += [tensors.bool_input(f"return_{name}", True) for name in RETURNS]
         if return_token_ids:
             inputs.append(tensors.bool_input("return_token_ids", True))
+        if return_logprobs:
+            inputs.append(tensors.bool_input("return_logprobs", True))
         request = {
             "model_name": model,
             "model_version": version,

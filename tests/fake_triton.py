@@ -38,6 +38,7 @@ class Piece:
     delay_s: float = 0.0
     error: dict[str, Any] | None = None  # as the `error` tensor
     triton_error: str | None = None  # as tritonserver's own error message
+    logprobs: tuple[dict[str, Any], ...] = ()  # one entry a token, as the backend writes them
 
 
 @dataclass
@@ -324,6 +325,8 @@ def _piece_outputs(
     if piece.error is not None:
         outputs["finish_reason"] = _string("finish_reason", "error")
         outputs["error"] = _string("error", json.dumps(piece.error))
+    if piece.logprobs:
+        outputs["logprobs"] = _string("logprobs", json.dumps(piece.logprobs))
     return [value for name, value in outputs.items() if name == "text_output" or name in asked]
 
 
@@ -337,6 +340,7 @@ def _join(pieces: list[Piece]) -> Piece:
         sum(piece.num_tokens for piece in pieces),
         pieces[-1].finish_reason,
         sum(piece.delay_s for piece in pieces),
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
     )
 
 

@@ -23,6 +23,11 @@ class IncrementalDetokenizer:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
+    @property
+    def in_character(self) -> bool:
+        """Whether the last token ended inside a character."""
+        return bool(self._decoder.getstate()[0])
+
     def finish(self) -> str:
         """Return what is left: a replacement character if the output ended in mid-character."""
         return self._decoder.decode(b"", final=True)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from shoal.backend.chunk import TokenLogprobs
 from shoal.backend.text.detokenizer import IncrementalDetokenizer
 from shoal.backend.text.stop import StopChecker
+from shoal.backend.text.token_logprobs import LogprobAligner
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sampling_params import SamplingParams
@@ -22,6 +24,7 @@ class TextDelta:
     num_new_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_hit: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()  # where the request wants them
 
 
 class OutputProcessor:
@@ -34,6 +37,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop_checker = StopChecker(sampling.stop)
+        self._aligner = None if sampling.logprobs is None else LogprobAligner(tokenizer)
         self._min_tokens = sampling.min_tokens
         self.num_output_tokens = 0
         self.cumulative_logprob = 0.0
@@ -47,7 +51,7 @@ class OutputProcessor:
             return TextDelta()
         text = "" if token is None else self._take_token(token, finish_reason)
         if finish_reason is not None:
-            text += self._detokenizer.finish()
+            text += self._end_text()
         stop_hit = False
         if self.num_output_tokens > self._min_tokens:  # before that, a stop string does not count
             text, stop_hit = self._stop_checker.push(text)
@@ -56,7 +60,10 @@ class OutputProcessor:
         elif finish_reason is not None:
             text += self._stop_checker.flush()
         self.finish_reason = finish_reason
-        return TextDelta(text, int(token is not None), finish_reason, stop_hit)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if self._aligner is not None:
+            logprobs = self._aligner.release(len(text), finish_reason is not None, stop_hit)
+        return TextDelta(text, int(token is not None), finish_reason, stop_hit, logprobs)
 
     def _take_token(self, token: SampledToken, finish_reason: FinishReason | None) -> str:
         self.num_output_tokens += 1
@@ -65,4 +72,13 @@ class OutputProcessor:
         # A worker finishes with STOP only on an EOS or stop id: that token ends the text, unseen.
         if finish_reason is FinishReason.STOP:
             return ""
-        return self._detokenizer.push(token.token_id)
+        text = self._detokenizer.push(token.token_id)
+        if self._aligner is not None:
+            self._aligner.push(token, text, self._detokenizer.in_character)
+        return text
+
+    def _end_text(self) -> str:
+        text = self._detokenizer.finish()
+        if self._aligner is not None:
+            self._aligner.append(text)
+        return text

@@ -88,7 +88,7 @@ class GenerationResponse(Response):
     async def _whole(self, generation: Generation) -> Response:
         async for _ in generation.deltas():
             pass
-        body = self._wire.body(generation.completions(), generation.usage)
+        body = self._wire.body(generation.choices(), generation.usage)
         return Response(body, media_type="application/json")
 
     async def _send_events(self, generation: Generation, send: Send) -> None:
@@ -96,9 +96,8 @@ class GenerationResponse(Response):
         try:
             starts = [self._wire.start_events(i) for i in range(generation.num_choices)]
             await self._send_body(send, b"".join(starts))
-            async for index, delta in generation.deltas():
-                events = self._wire.text_events(index, delta.text, delta.finish_reason)
-                await self._send_body(send, events)
+            async for delta in generation.deltas():
+                await self._send_body(send, self._wire.delta_events(delta))
             last = wire.DONE_EVENT
             if self._wire.include_usage:
                 last = self._wire.usage_event(generation.usage) + last

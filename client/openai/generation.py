@@ -6,10 +6,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.client.openai.logprobs import LogprobReader, TokenLogprob
 from shoal.client.openai.prompts import Prompt
 from shoal.client.openai.served_models import ServedModel
 from shoal.client.triton_stream import GenerationStream, TritonStream
-from shoal.client.types import Completion, Delta, Usage
+from shoal.client.types import Delta, Usage
 
 QUEUED_DELTAS = 16  # per request with several prompts; a full queue holds the streams back
 
@@ -25,6 +26,23 @@ class GenerationRequest:
     request_id: str
     parameters: dict[str, str] = field(default_factory=dict)  # whose it is, how urgent
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return "logprobs" in self.sampling
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What one choice gained; with everything in it, the whole choice.
+
+    ``logprobs`` are those of the tokens of ``text``; None where the request wants none.
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: list[TokenLogprob] | None = None
+
 
 @dataclass(slots=True)
 class ChoiceState:
@@ -35,33 +53,43 @@ class ChoiceState:
     num_input_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    reader: LogprobReader = field(default_factory=LogprobReader)
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> list[TokenLogprob] | None:
+        """Take a delta; returns its log-probabilities where they are wanted."""
         if delta.text:
             self.text.append(delta.text)
         self.num_input_tokens = max(self.num_input_tokens, delta.num_input_tokens)
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.num_output_tokens += delta.num_output_tokens
         self.finish_reason = delta.finish_reason or self.finish_reason
+        if self.logprobs is None:
+            return None
+        entries = self.reader.read(delta.logprobs)
+        self.logprobs += entries
+        return entries
 
     @property
     def usage(self) -> Usage:
         return Usage(self.num_input_tokens, self.num_output_tokens, self.num_cached_tokens)
 
-    def completion(self) -> Completion:
-        return Completion("".join(self.text), self.finish_reason, self.usage)
+    def whole(self, index: int) -> ChoiceDelta:
+        return ChoiceDelta(index, "".join(self.text), self.finish_reason, self.logprobs)
 
 
 class Generation:
     """The running streams of one request. Use as ``async with``: leaving cancels what still runs.
 
-    ``deltas`` is read once; ``usage`` and ``completions`` are complete after it has ended.
+    ``deltas`` is read once; ``usage`` and ``choices`` are complete after it has ended.
     """
 
     def __init__(self, triton: TritonStream, request: GenerationRequest) -> None:
         self._triton = triton
         self._request = request
-        self._choices = [ChoiceState() for _ in request.prompts]
+        self._choices = [
+            ChoiceState(logprobs=[] if request.wants_logprobs else None) for _ in request.prompts
+        ]
         self._streams: list[GenerationStream] = []
         self._first: list[Delta] = []
         self._stack = contextlib.AsyncExitStack()
@@ -80,8 +108,8 @@ class Generation:
     def usage(self) -> Usage:
         return sum((choice.usage for choice in self._choices), Usage())
 
-    def completions(self) -> list[Completion]:
-        return [choice.completion() for choice in self._choices]
+    def choices(self) -> list[ChoiceDelta]:
+        return [choice.whole(index) for index, choice in enumerate(self._choices)]
 
     async def start(self) -> None:
         """Start all streams and wait until each was accepted: that is its first response.
@@ -97,13 +125,13 @@ class Generation:
             tasks = [group.create_task(stream.__anext__()) for stream in self._streams]
         self._first = [task.result() for task in tasks]
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """All deltas with the index of their prompt. Raises ShoalError when a stream fails."""
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """What the choices gain, as it comes. Raises ShoalError when a stream fails."""
         merged = self._single() if len(self._streams) == 1 else self._merged()
         async with contextlib.aclosing(merged):
             async for index, delta in merged:
-                self._choices[index].add(delta)
-                yield index, delta
+                logprobs = self._choices[index].add(delta)
+                yield ChoiceDelta(index, delta.text, delta.finish_reason, logprobs)
 
     async def _open(self, index: int, prompt: Prompt) -> GenerationStream:
         request_id = self._request.request_id
@@ -114,6 +142,7 @@ class Generation:
             input_ids=prompt.input_ids,
             sampling=self._request.sampling,
             stream=self._request.stream,
+            return_logprobs=self._request.wants_logprobs,
             parameters=self._request.parameters,
             request_id=f"{request_id}-{index}" if len(self._request.prompts) > 1 else request_id,
         )

@@ -14,8 +14,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -55,6 +53,7 @@ SAMPLING_FIELDS = (
     "min_tokens",
     "ignore_eos",
 )
+MAX_TOP_LOGPROBS = 20
 
 
 class StreamOptions(BaseModel):
@@ -103,19 +102,36 @@ class GenerationBody(BaseModel):
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that were given, null ones left out."""
         values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        values["logprobs"] = self.num_logprobs
         return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens to report at each position; None: no log-probabilities."""
+        raise NotImplementedError
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Any
+    logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -136,6 +152,7 @@ def parse_body(kind: type[Body], values: Any) -> Body:
         raise _named_error(error) from None
     if body.stream_options is not None:
         _check_stream_options(body)
+    _check_logprobs(body)
     return body
 
 
@@ -180,6 +197,16 @@ def _check_stream_options(body: GenerationBody) -> None:
             "unsupported_parameter",
             "stream_options.include_obfuscation",
         )
+
+
+def _check_logprobs(body: GenerationBody) -> None:
+    is_chat = isinstance(body, ChatBody)
+    param = "top_logprobs" if is_chat else "logprobs"
+    count: int | None = getattr(body, param)
+    if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise ShoalError(f"{param} must be in [0, {MAX_TOP_LOGPROBS}].", 400, None, param)
+    if is_chat and count is not None and body.num_logprobs is None:
+        raise ShoalError("top_logprobs needs logprobs set to true.", 400, None, param)
 
 
 def _named_error(error: ValidationError) -> ShoalError:
@@ -228,6 +255,8 @@ EXPECTED_TYPES = {
     "max_completion_tokens": _WHOLE,
     "min_tokens": _WHOLE,
     "ignore_eos": _FLAG,
+    "logprobs": "must be true or false in a chat, a whole number in a completion",
+    "top_logprobs": _WHOLE,
     "user": _TEXT,
     "safety_identifier": _TEXT,
     "prompt_cache_key": _TEXT,

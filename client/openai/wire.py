@@ -9,7 +9,9 @@ from typing import Any
 import orjson
 
 from shoal.client.errors import ShoalError
-from shoal.client.types import Completion, Usage
+from shoal.client.openai.generation import ChoiceDelta
+from shoal.client.openai.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
+from shoal.client.types import Usage
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -74,19 +76,22 @@ class Wire:
             body["usage"] = None
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
-    def body(self, completions: list[Completion], usage: Usage) -> bytes:
-        choices = [self.choice(index, item) for index, item in enumerate(completions)]
-        head = self.head(self.body_object)
-        return orjson.dumps({**head, "choices": choices, "usage": usage_body(usage)})
+    def body(self, choices: list[ChoiceDelta], usage: Usage) -> bytes:
+        body = {
+            **self.head(self.body_object),
+            "choices": [self.choice(choice) for choice in choices],
+            "usage": usage_body(usage),
+        }
+        return orjson.dumps(body)
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def choice(self, choice: ChoiceDelta) -> dict[str, Any]:
         raise NotImplementedError
 
     def start_events(self, index: int) -> bytes:
         """What opens a choice, before any text of it."""
         return b""
 
-    def text_events(self, index: int, text: str, finish_reason: str | None) -> bytes:
+    def delta_events(self, delta: ChoiceDelta) -> bytes:
         """Zero or more events for new text and the end of a choice; none is ever empty."""
         raise NotImplementedError
 
@@ -97,26 +102,39 @@ class ChatWire(Wire):
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def choice(self, choice: ChoiceDelta) -> dict[str, Any]:
         return {
-            "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": completion.finish_reason,
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
         }
 
     def start_events(self, index: int) -> bytes:
-        return self._delta(index, {"role": "assistant", "content": ""}, None)
+        return self._delta(index, {"role": "assistant", "content": ""})
 
-    def text_events(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        events = self._delta(index, {"content": text}, None) if text else b""
-        if finish_reason is not None:
-            events += self._delta(index, {}, finish_reason)
+    def delta_events(self, delta: ChoiceDelta) -> bytes:
+        index, entries = delta.index, delta.logprobs
+        has_content = delta.text or entries
+        events = self._delta(index, {"content": delta.text}, None, entries) if has_content else b""
+        if delta.finish_reason is not None:
+            events += self._delta(index, {}, delta.finish_reason)
         return events
 
-    def _delta(self, index: int, delta: dict[str, str], finish_reason: str | None) -> bytes:
+    def _delta(
+        self,
+        index: int,
+        delta: dict[str, str],
+        finish_reason: str | None = None,
+        entries: list[TokenLogprob] | None = None,
+    ) -> bytes:
         return self.event(
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+            {
+                "index": index,
+                "delta": delta,
+                "logprobs": chat_logprobs(entries) if entries else None,
+                "finish_reason": finish_reason,
+            }
         )
 
 
@@ -126,16 +144,19 @@ class CompletionWire(Wire):
     chunk_object = "text_completion"
     body_object = "text_completion"
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        return self._choice(index, completion.text, completion.finish_reason)
+    def choice(self, choice: ChoiceDelta) -> dict[str, Any]:
+        entries = choice.logprobs
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": None if entries is None else completion_logprobs(entries),
+            "finish_reason": choice.finish_reason,
+        }
 
-    def text_events(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        if not text and finish_reason is None:
+    def delta_events(self, delta: ChoiceDelta) -> bytes:
+        if not delta.text and not delta.logprobs and delta.finish_reason is None:
             return b""
-        return self.event(self._choice(index, text, finish_reason))
-
-    def _choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        return self.event(self.choice(delta))
 
 
 def chat_wire(model: str, include_usage: bool) -> Wire:

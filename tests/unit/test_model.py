@@ -164,6 +164,7 @@ def test_outputs_come_when_asked_for(backend: Backend) -> None:
         "logprob": -0.5,
         "rank": 1,
         "decoded_token": scripted_text(5, 1),
+        "bytes": ids[:1],
     }
 
 

@@ -319,8 +319,10 @@ def test_64_streams_each_finish_once(http: httpx.Client) -> None:
         ({"n": 0}, "n"),
         ({"n": 2}, "n"),
         ({"n": True}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1.5}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"logit_bias": [5]}, "logit_bias"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -347,6 +349,80 @@ def test_bad_fields_are_named(
 def test_stream_options_need_a_stream(http: httpx.Client) -> None:
     body = chat(stream_options={"include_usage": True})
     refusal(http.post(CHAT, json=body), 400, "stream_options")
+
+
+def scored(request: Request) -> Iterator[Piece]:
+    """ "né" in three tokens, the middle one half a character, then the end."""
+    tokens = [("n", [110], -0.25, 1), ("", [195], -1.5, None), ("é", [169], -0.5, 2)]
+    for index, (text, raw, logprob, rank) in enumerate(tokens):
+        entry = {str(raw[0]): candidate(text, raw, logprob, rank)}
+        if rank != 1:
+            entry["120"] = candidate("x", [120], -0.125, 1)
+        yield Piece(text, logprobs=(entry,), finish_reason="length" if index == 2 else None)
+
+
+def candidate(text: str, raw: list[int], logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"decoded_token": text, "bytes": raw, "logprob": logprob, "rank": rank}
+
+
+def test_chat_logprobs_with_the_official_client(client: openai.OpenAI, model: FakeModel) -> None:
+    model.script = scored
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2
+    )
+    assert model.requests[0].sampling == {"logprobs": 2}
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [(item.token, item.bytes, item.logprob) for item in logprobs.content] == [
+        ("n", [110], -0.25),
+        ("", [195], -1.5),
+        ("é", [169], -0.5),
+    ]
+    tops = [[item.token for item in entry.top_logprobs] for entry in logprobs.content]
+    assert tops == [["n"], ["x"], ["x", "é"]]
+    streamed = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, logprobs=True, stream=True
+    )
+    entries = [
+        item
+        for chunk in streamed
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for item in choice.logprobs.content or []
+    ]
+    assert [(item.token, item.logprob) for item in entries] == [
+        ("n", -0.25),
+        ("", -1.5),
+        ("é", -0.5),
+    ]
+    assert model.requests[1].sampling == {"logprobs": 0}
+
+
+def test_completion_logprobs_with_the_official_client(
+    client: openai.OpenAI, model: FakeModel
+) -> None:
+    model.script = scored
+    whole = client.completions.create(model=MODEL, prompt="a", logprobs=2).choices[0]
+    assert whole.logprobs is not None
+    assert whole.logprobs.tokens == ["n", "", "é"]
+    assert whole.logprobs.token_logprobs == [-0.25, -1.5, -0.5]
+    assert whole.logprobs.text_offset == [0, 1, 1]
+    assert whole.logprobs.top_logprobs == [
+        {"n": -0.25},
+        {"x": -0.125, "": -1.5},
+        {"x": -0.125, "é": -0.5},
+    ]
+    streamed = client.completions.create(model=MODEL, prompt="a", logprobs=0, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
+    assert [offset for part in parts for offset in part.text_offset or []] == [0, 1, 1]
+
+
+def test_without_logprobs_none_are_asked_for(http: httpx.Client, model: FakeModel) -> None:
+    model.script = scored
+    answer = http.post(CHAT, json=chat(logprobs=False)).json()
+    assert answer["choices"][0]["logprobs"] is None
+    assert "return_logprobs" not in model.requests[0].inputs
 
 
 def test_neutral_values_are_as_if_absent(http: httpx.Client, model: FakeModel) -> None:

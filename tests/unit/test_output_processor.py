@@ -78,6 +78,40 @@ def test_logprobs_add_up() -> None:
     assert outputs.cumulative_logprob == pytest.approx(-1.5)
 
 
+def entry_texts(deltas: list[TextDelta]) -> list[str]:
+    return [entry.sampled.text for delta in deltas for entry in delta.logprobs]
+
+
+def test_logprobs_come_with_the_text_of_their_tokens() -> None:
+    outputs = processor(logprobs=1, stop=["stop"])
+    tokens = [SampledToken(byte, -0.5, ((byte, -0.5),)) for byte in "é st, é".encode()]
+    deltas = [outputs.push(token) for token in tokens]
+    assert [len(delta.logprobs) for delta in deltas] == [0, 2, 1, 0, 0, 3, 1, 0, 2]
+    assert entry_texts(deltas) == ["", "é", " ", "s", "t", ",", " ", "", "é"]
+    assert [e.sampled.token_bytes for d in deltas for e in d.logprobs][:2] == [b"\xc3", b"\xa9"]
+    end = outputs.push(SampledToken(EOS, -1.0), FinishReason.STOP)
+    assert end.logprobs == ()  # the token that ends the text has no part in it
+
+
+@given(
+    st.lists(st.integers(0, 255)),
+    st.lists(st.text("ab🤗", min_size=1, max_size=3), max_size=3),
+    st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]),
+)
+def test_logprob_entries_spell_the_text(
+    ids: list[int], stops: list[str], end: FinishReason
+) -> None:
+    outputs = processor(stop=stops, logprobs=0)
+    deltas = [outputs.push(SampledToken(token_id, -1.0)) for token_id in ids]
+    deltas.append(outputs.push(None, end))
+    text = "".join(delta.text for delta in deltas)
+    assert "".join(entry_texts(deltas)) == text
+    if not any(delta.stop_hit for delta in deltas):
+        entries = [entry.sampled for delta in deltas for entry in delta.logprobs]
+        assert [entry.token_id for entry in entries] == ids
+        assert b"".join(entry.token_bytes for entry in entries) == bytes(ids)
+
+
 @given(st.lists(st.integers(0, 255)), st.lists(st.text("ab🤗", min_size=1, max_size=3), max_size=3))
 def test_streamed_text_is_the_full_text_up_to_the_stop(ids: list[int], stops: list[str]) -> None:
     outputs = processor(stop=stops)
