@@ -19,6 +19,7 @@ from shoal.backend.messages import (
     AbortSequence,
     AddSequence,
     LoadProgress,
+    MemoryStatus,
     StepResults,
     WorkerReady,
     WorkerStatus,
@@ -71,6 +72,7 @@ class DispatchLoop:
         self._worker_status: WorkerStatus | None = None
         self._steps_before = 0  # of workers that are gone
         self._preemptions_before = 0
+        self._memory_before = MemoryStatus()
         self._step_at = 0.0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -300,6 +302,7 @@ class DispatchLoop:
         if self._worker_status is not None:
             self._steps_before += self._worker_status.step
             self._preemptions_before += self._worker_status.num_preemptions
+            self._memory_before = self._worker_status.memory.with_totals_of(self._memory_before)
             self._worker_status = None
         if event.was_ready:
             self._deliver(self._dispatcher.worker_dead(event.worker_id, now))
@@ -364,6 +367,7 @@ class DispatchLoop:
 
     def _publish(self, now: float) -> None:
         ready, worker = self._ready, self._worker_status
+        memory = worker.memory if worker else MemoryStatus()
         self.status = LoopStatus(
             turn_at=now,
             worker_state=self._keeper.state,
@@ -375,6 +379,7 @@ class DispatchLoop:
             num_running=worker.num_running if worker else 0,
             num_waiting=worker.num_waiting if worker else 0,
             num_preemptions=self._preemptions_before + (worker.num_preemptions if worker else 0),
+            memory=memory.with_totals_of(self._memory_before),
             num_queued=self._dispatcher.num_queued,
             num_live=len(self._live),
             worker_restarts=self._keeper.num_restarts,

@@ -1,10 +1,11 @@
 """The engine: schedule, run, update. It knows sequences of token ids and nothing of text."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.backend.messages import AddSequence, WorkerStatus
+from shoal.backend.messages import AddSequence, MemoryStatus, WorkerStatus
+from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.step_log import StepLog
 from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
 from shoal.scheduler.scheduler import Scheduler
@@ -15,10 +16,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Per seq_id: the token of each sequence that sampled, or why its sequence failed."""
+    """Per seq_id: the token of each sequence that sampled, or why its sequence failed or waits."""
 
     sampled: dict[int, SampledToken]
     failed: dict[int, str]
+    deferred: set[int] = field(default_factory=set)  # not run: too large for the memory left
 
 
 class Runner(Protocol):
@@ -45,11 +47,13 @@ class Engine:
         runner: Runner,
         limits: EngineLimits,
         step_log: StepLog | None = None,
+        guard: PressureGuard | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._limits = limits
         self._step_log = step_log
+        self._guard = guard
         self._num_steps = 0
         self._made_progress = True
         self._live: set[int] = set()
@@ -91,6 +95,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Give every scheduled sequence its tokens; the outputs of one step, refusals first."""
         refused, self._refused = self._refused, []
+        if self._guard:
+            self._scheduler.limits = self._guard.before_step()
         output = self._scheduler.schedule()
         self._made_progress = bool(output.scheduled or output.preempted or refused)
         if not output.scheduled:
@@ -99,7 +105,9 @@ class Engine:
         if self._step_log:
             self._step_log.planned(output)
         result = self._runner.run(output)
-        results = self._scheduler.update_from_output(output, result.sampled, result.failed)
+        results = self._scheduler.update_from_output(
+            output, result.sampled, result.failed, result.deferred
+        )
         self._live.difference_update(item.seq_id for item in results if item.finish_reason)
         if self._step_log:
             free_blocks = self._scheduler.free_blocks
@@ -123,6 +131,16 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_preemptions=self._scheduler.num_preemptions,
+            memory=self._memory_status(),
+        )
+
+    def _memory_status(self) -> MemoryStatus:
+        if self._guard is None:
+            return MemoryStatus()
+        return MemoryStatus(
+            pressure=self._guard.pressure.value,
+            token_budget=self._guard.token_budget,
+            num_failed_allocations=self._guard.num_failed_allocations,
         )
 
     def _why_refused(self, message: AddSequence) -> str | None:

@@ -12,11 +12,13 @@ from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_sizing import KVSize, size_kv_cache
 from shoal.backend.machine import available_memory, num_usable_cpus
+from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
 from shoal.backend.model_runner import Model, ModelRunner
 from shoal.backend.models.llama import LlamaForCausalLM
 from shoal.backend.models.model_config import ModelConfig
 from shoal.backend.models.native_llama import NativeLlama
+from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.step_log import StepLog
 from shoal.backend.weights.catalogue import kernels_dir, resolve_weights
 from shoal.backend.weights.loader import load_model
@@ -53,9 +55,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
     model = _on_kernels(loaded.model, native, progress)
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
-    runner = ModelRunner(model, kv_cache, device)
     progress("first step", 0, 0)
-    _run_first_step(runner)
+    _run_first_step(ModelRunner(model, kv_cache, device))
+    memory = make_memory_watch(device, config.memory_ceiling_mib)
+    guard = PressureGuard(memory, config.max_num_batched_tokens)
+    runner = ModelRunner(model, kv_cache, device, guard)
     ready = WorkerReady(
         num_blocks=size.num_blocks,
         block_size=config.block_size,
@@ -67,7 +71,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
         device=device.type,
         kernels="native" if native else "reference",
     )
-    return Engine(_make_scheduler(config, size), runner, _limits(ready), step_log), ready
+    scheduler = _make_scheduler(config, size)
+    return Engine(scheduler, runner, _limits(ready), step_log, guard), ready
 
 
 def choose_device(name: str) -> torch.device:

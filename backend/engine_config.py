@@ -46,6 +46,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_mib: int = 1024
     num_kv_blocks: int | None = None  # overrides kv_cache_mib
+    memory_ceiling_mib: int | None = None  # of the worker; None: what the device has left for it
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
@@ -86,6 +87,7 @@ class EngineConfig:
         _check_range("block_size", self.block_size, 1, 256)
         _check_range("kv_cache_mib", self.kv_cache_mib, 1, 2**24)
         _check_range("num_kv_blocks", self.num_kv_blocks, 2, 2**31, optional=True)
+        _check_range("memory_ceiling_mib", self.memory_ceiling_mib, 64, 2**24, optional=True)
         _check_range("max_num_seqs", self.max_num_seqs, 1, 4096)
         _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _check_range("max_queued_requests", self.max_queued_requests, 1, 2**20)

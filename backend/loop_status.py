@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from shoal.backend.messages import MemoryStatus
 from shoal.backend.worker_keeper import WorkerState
 from shoal.scheduler.drain import DrainEstimate
 
@@ -20,6 +21,7 @@ class LoopStatus:
     num_running: int = 0
     num_waiting: int = 0
     num_preemptions: int = 0
+    memory: MemoryStatus = MemoryStatus()
     num_queued: int = 0
     num_live: int = 0
     worker_restarts: int = 0

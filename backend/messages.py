@@ -60,6 +60,21 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class MemoryStatus(msgspec.Struct, frozen=True):
+    """How short the memory is that steps need, and what failed for want of it."""
+
+    pressure: str = "calm"  # calm, high or critical
+    token_budget: int = 0  # of a step; lower than configured while memory is short
+    num_failed_allocations: int = 0
+
+    def with_totals_of(self, before: "MemoryStatus") -> "MemoryStatus":
+        """This worker's state, with the totals of those before it added."""
+        return msgspec.structs.replace(
+            self,
+            num_failed_allocations=self.num_failed_allocations + before.num_failed_allocations,
+        )
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     """Headroom and progress, after every step and at least every 50 ms while idle."""
 
@@ -68,6 +83,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     num_running: int
     num_waiting: int
     num_preemptions: int
+    memory: MemoryStatus = MemoryStatus()
 
 
 class StepResults(msgspec.Struct, frozen=True, tag=True):

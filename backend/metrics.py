@@ -21,6 +21,8 @@ class ServiceCounts:
     requests_queued: int = 0
     engine_steps: int = 0
     worker_restarts: int = 0
+    memory_pressure: int = 0  # 0: calm, 1: high, 2: critical
+    failed_allocations: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     requests: dict[str, int] = field(default_factory=dict)  # by finish reason
@@ -45,6 +47,18 @@ _METRICS = (
     ),
     _Metric("shoal_engine_steps_total", "Engine steps", True, lambda c: c.engine_steps),
     _Metric("shoal_worker_restarts_total", "Workers replaced", True, lambda c: c.worker_restarts),
+    _Metric(
+        "shoal_memory_pressure",
+        "Shortness of memory for steps: 0 calm, 1 high, 2 critical",
+        False,
+        lambda c: c.memory_pressure,
+    ),
+    _Metric(
+        "shoal_failed_allocations_total",
+        "Allocations that failed in a step",
+        True,
+        lambda c: c.failed_allocations,
+    ),
     _Metric(
         "shoal_prompt_tokens_total",
         "Prompt tokens of accepted requests",

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence as SequenceOf
+from enum import Enum
 from itertools import chain
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from shoal.backend.engine import RunResult
 from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, sample
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
 from shoal.scheduler.sequence import Sequence
@@ -17,6 +19,9 @@ from shoal.scheduler.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 FORWARD_FAILED = "The model failed on this sequence; the server's log has the cause."
+OUT_OF_MEMORY = "The server has too little memory left for this sequence."
+
+Batch = tuple[ScheduledSequence, ...]
 
 
 class Model(Protocol):
@@ -29,24 +34,49 @@ class Model(Protocol):
 class ModelRunner:
     """Owns the model and the KV cache; everything on the device happens here."""
 
-    def __init__(self, model: Model, kv_cache: PagedKVCache, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: PagedKVCache,
+        device: torch.device,
+        guard: PressureGuard | None = None,
+    ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._device = device
+        self._guard = guard
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunResult:
-        """Run all scheduled sequences as one batch. A sequence that breaks it fails alone."""
+        """Run all scheduled sequences as one batch. A sequence that breaks it fails alone.
+
+        A batch for which memory does not suffice runs in halves, again in halves if need be. A
+        chunk that is too large alone is deferred: the guard has smaller ones scheduled from then
+        on. Running a sequence again only rewrites the same KV slots.
+        """
         result = RunResult({}, {})
+        batches = [output.scheduled]
+        while batches:
+            scheduled = batches.pop()
+            failure = self._try_batch(scheduled, result)
+            if failure is _Failure.OUT_OF_MEMORY:
+                batches += reversed(self._after_failed_allocation(scheduled, result))
+            elif failure is _Failure.BROKEN:
+                batches += reversed(_find_culprit(scheduled, result))
+        return result
+
+    def _try_batch(self, scheduled: Batch, result: RunResult) -> "_Failure | None":
+        """Run a batch. On failure only its kind is kept: the error would hold on to its tensors."""
         try:
-            self._run_batch(output.scheduled, result)
+            self._run_batch(scheduled, result)
         except Exception as error:
             if _device_is_lost(error):
                 raise
-            self._run_one_by_one(output.scheduled, result, error)
-        return result
+            logger.error("a step of %d sequences failed", len(scheduled), exc_info=error)
+            return _Failure.OUT_OF_MEMORY if is_out_of_memory(error) else _Failure.BROKEN
+        return None
 
-    def _run_batch(self, scheduled: SequenceOf[ScheduledSequence], result: RunResult) -> None:
+    def _run_batch(self, scheduled: Batch, result: RunResult) -> None:
         batch = build_forward_batch(scheduled, self._kv_cache.block_size, self._device)
         logits = self._model.forward(batch, self._kv_cache)
         sequences = [item.sequence for item in scheduled if item.samples]
@@ -55,20 +85,36 @@ class ModelRunner:
         for sequence, token in zip(sequences, sample(logits, sequences), strict=True):
             _record(result, sequence, token)
 
-    def _run_one_by_one(
-        self, scheduled: SequenceOf[ScheduledSequence], result: RunResult, error: Exception
-    ) -> None:
-        """Find the culprit. Running a sequence again only rewrites the same KV slots."""
-        logger.error("a step of %d sequences failed; trying each", len(scheduled), exc_info=error)
-        for item in scheduled:
-            seq_id = item.sequence.seq_id
-            try:
-                self._run_batch([item], result)
-            except Exception as own_error:
-                if _device_is_lost(own_error):
-                    raise
-                logger.error("sequence %d failed alone: %r", seq_id, own_error)
-                result.failed[seq_id] = FORWARD_FAILED
+    def _after_failed_allocation(self, scheduled: Batch, result: RunResult) -> list[Batch]:
+        """Have memory freed and say what to run instead."""
+        num_tokens = sum(item.num_tokens for item in scheduled)
+        if self._guard is not None:
+            self._guard.allocation_failed(num_tokens)
+        if len(scheduled) > 1:
+            middle = len(scheduled) // 2
+            return [scheduled[:middle], scheduled[middle:]]
+        seq_id = scheduled[0].sequence.seq_id
+        if num_tokens > 1 and self._guard is not None:
+            result.deferred.add(seq_id)
+        else:
+            logger.error("sequence %d does not fit in the memory that is left", seq_id)
+            result.failed[seq_id] = OUT_OF_MEMORY
+        return []
+
+
+class _Failure(Enum):
+    BROKEN = 0
+    OUT_OF_MEMORY = 1
+
+
+def _find_culprit(scheduled: Batch, result: RunResult) -> list[Batch]:
+    """Each sequence alone, or none when the one that breaks batches is found."""
+    if len(scheduled) > 1:
+        return [(item,) for item in scheduled]
+    seq_id = scheduled[0].sequence.seq_id
+    logger.error("sequence %d failed alone", seq_id)
+    result.failed[seq_id] = FORWARD_FAILED
+    return []
 
 
 def _record(result: RunResult, sequence: Sequence, token: SampledToken | SampleError) -> None:

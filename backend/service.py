@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shoal.backend.chunk import Chunk
 from shoal.backend.dispatch_loop import (
     STUCK_AFTER_S,
@@ -155,6 +157,7 @@ class Service:
             "num_queued": status.num_queued,
             "num_live": status.num_live,
             "num_preemptions": status.num_preemptions,
+            **msgspec.to_builtins(status.memory),
             "worker_restarts": status.worker_restarts,
             "max_model_len": status.max_model_len,
             "max_num_seqs": status.max_num_seqs,
@@ -171,6 +174,8 @@ class Service:
             requests_queued=status.num_queued,
             engine_steps=status.step,
             worker_restarts=status.worker_restarts,
+            memory_pressure=("calm", "high", "critical").index(status.memory.pressure),
+            failed_allocations=status.memory.num_failed_allocations,
             prompt_tokens=status.prompt_tokens,
             generation_tokens=status.generation_tokens,
             requests=status.finished,

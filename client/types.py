@@ -77,6 +77,9 @@ class Heartbeat:
     num_queued: int = 0
     num_live: int = 0
     num_preemptions: int = 0
+    pressure: str = "calm"  # of the memory that steps need: calm, high or critical
+    token_budget: int = 0  # of a step; lower than configured while memory is short
+    num_failed_allocations: int = 0
     worker_restarts: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 0

@@ -1,13 +1,14 @@
 """The iteration scheduler: which tokens of which sequences run in the next step."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput, StepOutput
 from shoal.scheduler.sequence import FinishReason, Sequence, SequenceStatus
+from shoal.scheduler.step_limits import StepLimits
 
 _NONE_FAILED: Mapping[int, str] = {}
 
@@ -44,8 +45,10 @@ class Scheduler:
     3. **Allocate** blocks in arrival order. When they run out, the latest arrived running sequence
        loses its blocks (recompute) and goes back to the front of the waiting.
 
-    The earliest running sequence gets at least one token in each step, and the pool holds it at its
-    longest, so there is always progress. Owned by the engine thread.
+    Where memory is so short that ``limits`` allow fewer tokens than sequences run, they take turns.
+
+    The earliest running sequence gets at least one token in each step, or turn, and the pool holds
+    it at its longest, so there is always progress. Owned by the engine thread.
     """
 
     # Arrival order is the order of add(). Both lists keep it, and every running sequence arrived
@@ -58,6 +61,8 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.num_preemptions = 0
+        self.limits = StepLimits(config.max_num_batched_tokens)  # lower while memory is short
+        self._turn = 0
         self._live: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -115,12 +120,14 @@ class Scheduler:
         output: SchedulerOutput,
         sampled: Mapping[int, SampledToken],
         failed: Mapping[int, str] = _NONE_FAILED,
+        deferred: Collection[int] = (),
     ) -> list[StepOutput]:
-        """Apply what the step computed, by seq_id. Failed and finished sequences are freed."""
+        """Apply what the step computed, by seq_id. Failed and finished sequences are freed; of the
+        deferred ones nothing was computed, and they are scheduled again."""
         outputs = []
         for item in output.scheduled:
             sequence = item.sequence
-            if sequence.is_finished:  # aborted while the step ran
+            if sequence.is_finished or sequence.seq_id in deferred:  # or aborted meanwhile
                 continue
             if sequence.seq_id in failed:
                 outputs.append(self._fail(sequence, failed[sequence.seq_id]))
@@ -153,6 +160,8 @@ class Scheduler:
             self.kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self._running
         )
         while self._waiting and len(self._running) < self.config.max_num_seqs:
+            if self._running and not self.limits.admits:
+                return
             sequence = self._waiting[0]
             num_free_before = self.kv.num_free_blocks
             self.kv.attach_prefix(sequence)
@@ -174,10 +183,12 @@ class Scheduler:
 
     def _share_budget(self) -> dict[int, int]:
         """Tokens to run, by seq_id. See step 2 of the class docstring."""
-        lacking = {s.seq_id: s.num_uncomputed_tokens for s in self._running}
-        prefills = [s.seq_id for s in self._running if s.num_uncomputed_tokens > 1]
+        whole_budget = min(self.config.max_num_batched_tokens, self.limits.max_num_tokens)
+        members = self._take_turns(whole_budget)
+        lacking = {s.seq_id: s.num_uncomputed_tokens for s in members}
+        prefills = [s.seq_id for s in members if s.num_uncomputed_tokens > 1]
         num_tokens = {seq_id: 1 for seq_id, lacks in lacking.items() if lacks == 1}
-        budget = self.config.max_num_batched_tokens - len(num_tokens)
+        budget = whole_budget - len(num_tokens)
         quick_budget = budget // 2  # rounded down: arrival order wins the last token
         for seq_id in sorted(prefills, key=lacking.__getitem__):
             grant = min(lacking[seq_id], quick_budget)
@@ -189,6 +200,15 @@ class Scheduler:
             num_tokens[seq_id] += grant
             budget -= grant
         return {seq_id: count for seq_id, count in num_tokens.items() if count}
+
+    def _take_turns(self, most: int) -> list[Sequence]:
+        """The running sequences, in arrival order; at most ``most``, and the others next time."""
+        if len(self._running) <= most:
+            return self._running
+        start = self._turn % len(self._running)
+        self._turn = start + most
+        chosen = set((self._running[start:] + self._running[:start])[:most])
+        return [sequence for sequence in self._running if sequence in chosen]
 
     def _allocate(self, num_tokens: dict[int, int]) -> list[int]:
         """Allocate blocks for ``num_tokens``; removes from it, and returns, what was preempted."""

@@ -1,0 +1,50 @@
+"""Whole texts from a tiny real model, through scheduler, runner and paged cache."""
+
+from dataclasses import dataclass
+
+import torch
+from builders import make_scheduler
+
+from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.model_runner import ModelRunner
+from shoal.scheduler.scheduler import Scheduler
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+
+
+@dataclass
+class Texts:
+    """What came out, by seq_id, and the scheduler that it came from."""
+
+    texts: dict[int, list[int]]
+    failed: dict[int, str]
+    scheduler: Scheduler
+
+
+def generate(loaded, sequences, *, model=None, guard=None, **scheduler_options) -> Texts:
+    """Run to the end. ``model`` stands in for the loaded one."""
+    scheduler = make_scheduler(block_size=BLOCK_SIZE, **scheduler_options)
+    config = loaded.config
+    kv = PagedKVCache(
+        config.num_layers,
+        scheduler.free_blocks,
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        torch.float32,
+    )
+    runner = ModelRunner(model or loaded.model, kv, CPU, guard)
+    failed: dict[int, str] = {}
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while scheduler.has_unfinished:
+        if guard is not None:
+            scheduler.limits = guard.before_step()
+        output = scheduler.schedule()
+        result = runner.run(output)
+        failed |= result.failed
+        scheduler.update_from_output(output, result.sampled, result.failed, result.deferred)
+        scheduler.check_integrity()
+    texts = {s.seq_id: s.token_ids[s.num_prompt_tokens :] for s in sequences}
+    return Texts(texts, failed, scheduler)
