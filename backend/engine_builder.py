@@ -56,7 +56,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
     progress("first step", 0, 0)
-    _run_first_step(ModelRunner(model, kv_cache, device))
+    _run_first_step(ModelRunner(model, kv_cache, device), len(size.cache_blocks))
     memory = make_memory_watch(device, config.memory_ceiling_mib)
     guard = PressureGuard(memory, config.max_num_batched_tokens)
     runner = ModelRunner(model, kv_cache, device, guard)
@@ -133,22 +133,15 @@ def _on_kernels(model: LlamaForCausalLM, native: NativeLibrary | None, progress:
 def _make_kv_cache(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVSize, PagedKVCache]:
-    block_bytes = bytes_per_block(
-        model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype
-    )
+    layout = model.kv_layout
     size = size_kv_cache(
-        config, block_bytes, model.max_position_embeddings, available_memory(device)
+        config,
+        bytes_per_block(layout, config.block_size, dtype),
+        model.max_position_embeddings,
+        available_memory(device),
+        layout.windows,
     )
-    kv_cache = PagedKVCache(
-        model.num_layers,
-        size.num_blocks,
-        config.block_size,
-        model.num_kv_heads,
-        model.head_dim,
-        dtype,
-        device,
-    )
-    return size, kv_cache
+    return size, PagedKVCache(layout, size.cache_blocks, config.block_size, dtype, device)
 
 
 def _make_scheduler(config: EngineConfig, size: KVSize) -> Scheduler:
@@ -170,12 +163,14 @@ def _limits(ready: WorkerReady) -> EngineLimits:
     return EngineLimits(ready.vocab_size, ready.max_model_len, frozenset(ready.eos_token_ids))
 
 
-def _run_first_step(runner: ModelRunner) -> None:
+def _run_first_step(runner: ModelRunner, num_groups: int) -> None:
     """Prove that the model runs, and let libraries set themselves up, before anyone waits.
 
     It writes to a block that nobody holds yet; whoever gets it overwrites what it reads.
     """
-    sequence = Sequence(0, [0], 1, SamplingParams(temperature=0.0, max_tokens=1), block_table=[0])
+    sequence = Sequence(
+        0, [0], 1, SamplingParams(temperature=0.0, max_tokens=1), block_tables=[[0]] * num_groups
+    )
     result = runner.run(SchedulerOutput((ScheduledSequence(sequence, 1),)))
     if result.failed:
         raise RuntimeError(f"the first step failed: {result.failed[0]}")

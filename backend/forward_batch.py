@@ -6,6 +6,18 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Where the tokens of a batch lie in the caches of one group of layers.
+
+    Blocks that a sliding window has left behind read 0; a kernel that is given the window never
+    reads them.
+    """
+
+    slot_mapping: torch.Tensor  # int64 [num_tokens]: block_id * block_size + offset
+    block_tables: torch.Tensor  # int64 [num_seqs, max_blocks], padded with 0
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A flat batch: the tokens of all scheduled sequences, one after another, without padding.
 
@@ -18,8 +30,7 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # int64 [num_tokens]
     positions: torch.Tensor  # int64 [num_tokens]
-    slot_mapping: torch.Tensor  # int64 [num_tokens]: block_id * block_size + offset
-    block_tables: torch.Tensor  # int64 [num_seqs, max_blocks], padded with 0
+    groups: tuple[GroupTables, ...]  # as in the model's KVLayout
     query_lens: list[int]  # [num_seqs], sums to num_tokens
     context_lens: list[int]  # [num_seqs]: tokens in the cache including this step's
     logits_indices: torch.Tensor  # int64 [num_samples]: rows of the hidden states to project

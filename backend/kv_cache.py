@@ -1,38 +1,57 @@
 """The paged key/value cache: device memory in blocks, for all layers."""
 
+from collections.abc import Sequence
+
 import torch
 
+from shoal.backend.kv_layout import KVLayout
 
-def bytes_per_block(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Memory of one block over all layers, keys and values together."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+def bytes_per_block(layout: KVLayout, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Memory of one block of each group, over the group's layers, keys and values together."""
+    return tuple(
+        layout.elements_per_token(group) * block_size * dtype.itemsize
+        for group in range(len(layout.groups))
+    )
 
 
 class PagedKVCache:
-    """Keys and values of ``num_blocks`` blocks. The block pool owns the numbering, this the memory.
+    """Keys and values in blocks. The block pools own the numbering, this the memory.
 
-    All memory is touched at once, so that a machine that is too small fails at start-up.
+    A group of layers has ``num_blocks[group]`` blocks. All memory is touched at once, so that a
+    machine that is too small fails at start-up.
     """
 
     def __init__(
         self,
-        num_layers: int,
-        num_blocks: int,
+        layout: KVLayout,
+        num_blocks: Sequence[int],
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_blocks = num_blocks
+        assert len(num_blocks) == len(layout.groups)
+        self.layout = layout
+        self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self._storage = {
+            idx: torch.zeros(
+                (
+                    2,
+                    num_blocks[layout.group_of[idx]],
+                    block_size,
+                    layer.num_kv_heads,
+                    layer.head_dim,
+                ),
+                dtype=dtype,
+                device=device,
+            )
+            for idx, layer in enumerate(layout.layers)
+            if layout.source_of[idx] == idx
+        }
         # Views, made once: [num_blocks, block_size, num_kv_heads, head_dim] a layer.
-        self._keys = list(self._storage[:, 0].unbind(0))
-        self._values = list(self._storage[:, 1].unbind(0))
+        self._keys = [self._storage[source][0] for source in layout.source_of]
+        self._values = [self._storage[source][1] for source in layout.source_of]
 
     @property
     def num_layers(self) -> int:
@@ -40,7 +59,7 @@ class PagedKVCache:
 
     @property
     def num_bytes(self) -> int:
-        return self._storage.nbytes
+        return sum(storage.nbytes for storage in self._storage.values())
 
     def keys(self, layer_idx: int) -> torch.Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim], written in place by the kernels."""

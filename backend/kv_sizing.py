@@ -1,8 +1,10 @@
-"""How many KV blocks there are, and how long a sequence they allow."""
+"""How many KV blocks each group of layers gets, and how long a sequence they allow."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.scheduler.window_blocks import most_window_blocks
 
 MIB = 2**20
 # Of the free memory; the rest is for activations and the other processes.
@@ -11,20 +13,72 @@ USABLE_FRACTION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
+    """The first group's blocks are what limits; windowed groups have enough for any of its use."""
+
     num_blocks: int
     max_model_len: int  # tokens
+    window_blocks: tuple[int, ...] = ()  # of the groups after the first
+
+    @property
+    def cache_blocks(self) -> tuple[int, ...]:
+        """Blocks in memory: windowed groups have one more, which dropped entries name."""
+        return (self.num_blocks, *(count + 1 for count in self.window_blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Memory of all groups as a function of the first group's number of blocks."""
+
+    bytes_per_block: Sequence[int]  # by group
+    most_window_blocks: tuple[int, ...]  # more are of no use; of the groups after the first
+
+    def window_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        return tuple(min(num_blocks, most) for most in self.most_window_blocks)
+
+    def num_bytes(self, num_blocks: int) -> int:
+        size = KVSize(num_blocks, 0, self.window_blocks(num_blocks))
+        return sum(map(int.__mul__, size.cache_blocks, self.bytes_per_block))
+
+    def most_blocks(self, num_bytes: int) -> int:
+        low, high = 0, num_bytes // self.bytes_per_block[0]
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.num_bytes(middle) <= num_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def mib(self, num_blocks: int) -> int:
+        return -(-self.num_bytes(num_blocks) // MIB)
 
 
 def size_kv_cache(
-    config: EngineConfig, bytes_per_block: int, model_max_len: int, available_bytes: int
+    config: EngineConfig,
+    bytes_per_block: Sequence[int],
+    model_max_len: int,
+    available_bytes: int,
+    windows: Sequence[int] = (),
 ) -> KVSize:
-    """Settle the pool and the context length. Raises ConfigError with the largest that fits."""
-    num_blocks = _num_blocks(config, bytes_per_block, available_bytes)
+    """Settle the pools and the context length. Raises ConfigError with the largest that fits.
+
+    ``bytes_per_block`` is of all groups, ``windows`` of those after the first.
+    """
+    costs = _Costs(
+        bytes_per_block,
+        tuple(
+            most_window_blocks(
+                window, config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+            )
+            for window in windows
+        ),
+    )
+    num_blocks = _num_blocks(config, costs, available_bytes)
     pool_len = num_blocks * config.block_size
     most = min(model_max_len, pool_len)
     wanted = config.max_model_len
     if wanted is None or wanted <= most:
-        return KVSize(num_blocks, wanted or most)
+        return KVSize(num_blocks, wanted or most, costs.window_blocks(num_blocks))
     if model_max_len <= pool_len:
         raise ConfigError(
             f"max_model_len {wanted} is beyond the model's context: set it to at most {most}."
@@ -33,39 +87,34 @@ def size_kv_cache(
     raise ConfigError(
         f"max_model_len {wanted} does not fit in the KV pool: set it to at most {pool_len}, "
         f"or {context if wanted > model_max_len else ''}"
-        f"{_larger_pool(config, min(wanted, model_max_len), bytes_per_block)}."
+        f"{_larger_pool(config, min(wanted, model_max_len), costs)}."
     )
 
 
-def _larger_pool(config: EngineConfig, num_tokens: int, bytes_per_block: int) -> str:
+def _larger_pool(config: EngineConfig, num_tokens: int, costs: _Costs) -> str:
     """The setting that settled the pool, and the value that holds ``num_tokens``."""
+    num_blocks = -(-num_tokens // config.block_size)
     if config.num_kv_blocks:
-        return f"num_kv_blocks to at least {-(-num_tokens // config.block_size)}"
-    return f"kv_cache_mib to at least {_mib_for(num_tokens, config.block_size, bytes_per_block)}"
+        return f"num_kv_blocks to at least {num_blocks}"
+    return f"kv_cache_mib to at least {costs.mib(num_blocks)}"
 
 
-def _num_blocks(config: EngineConfig, bytes_per_block: int, available_bytes: int) -> int:
-    wanted_bytes = config.kv_cache_mib * MIB
-    num_blocks = config.num_kv_blocks or wanted_bytes // bytes_per_block
+def _num_blocks(config: EngineConfig, costs: _Costs, available_bytes: int) -> int:
+    num_blocks = config.num_kv_blocks or costs.most_blocks(config.kv_cache_mib * MIB)
     usable = int(available_bytes * USABLE_FRACTION)
-    if num_blocks * bytes_per_block > usable:
+    if costs.num_bytes(num_blocks) > usable:
         name, most = (
-            ("num_kv_blocks", usable // bytes_per_block)
+            ("num_kv_blocks", costs.most_blocks(usable))
             if config.num_kv_blocks
             else ("kv_cache_mib", usable // MIB)
         )
         raise ConfigError(
-            f"{name}: the KV cache would take {num_blocks * bytes_per_block // MIB} MiB and "
+            f"{name}: the KV cache would take {costs.num_bytes(num_blocks) // MIB} MiB and "
             f"{usable // MIB} MiB of memory can be used: set {name} to at most {most}."
         )
     if num_blocks < 2:
         raise ConfigError(
             f"kv_cache_mib {config.kv_cache_mib} holds no two blocks: set it to at least "
-            f"{_mib_for(2 * config.block_size, config.block_size, bytes_per_block)}."
+            f"{costs.mib(2)}."
         )
     return num_blocks
-
-
-def _mib_for(num_tokens: int, block_size: int, bytes_per_block: int) -> int:
-    num_blocks = -(-num_tokens // block_size)
-    return -(-num_blocks * bytes_per_block // MIB)

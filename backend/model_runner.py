@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from shoal.backend.engine import RunResult
-from shoal.backend.forward_batch import ForwardBatch
+from shoal.backend.forward_batch import ForwardBatch, GroupTables
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, sample
@@ -137,32 +137,39 @@ def build_forward_batch(
     """The flat batch of this step's tokens, sequence after sequence."""
     ranges = [_token_range(item) for item in scheduled]
     query_lens = [item.num_tokens for item in scheduled]
-    slot_mapping = [
-        item.sequence.block_table[position // block_size] * block_size + position % block_size
-        for item, positions in zip(scheduled, ranges, strict=True)
-        for position in positions
-    ]
     input_ids = chain.from_iterable(
         item.sequence.token_ids[positions.start : positions.stop]
         for item, positions in zip(scheduled, ranges, strict=True)
     )
-    width = max(len(item.sequence.block_table) for item in scheduled)
-    block_tables = [
-        item.sequence.block_table + [0] * (width - len(item.sequence.block_table))
-        for item in scheduled
-    ]
+    num_groups = len(scheduled[0].sequence.block_tables)
+    tables = ([item.sequence.block_tables[idx] for item in scheduled] for idx in range(num_groups))
 
-    def to_device(values: list[int] | list[list[int]]) -> torch.Tensor:
+    def to_device(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(device)
 
     return ForwardBatch(
         input_ids=to_device(list(input_ids)),
         positions=to_device(list(chain.from_iterable(ranges))),
-        slot_mapping=to_device(slot_mapping),
-        block_tables=to_device(block_tables),
+        groups=tuple(_group_tables(table, ranges, block_size, device) for table in tables),
         query_lens=query_lens,
         context_lens=[positions.stop for positions in ranges],
         logits_indices=to_device(_last_rows(scheduled)),
+    )
+
+
+def _group_tables(
+    tables: list[list[int]], ranges: list[range], block_size: int, device: torch.device
+) -> GroupTables:
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for table, positions in zip(tables, ranges, strict=True)
+        for position in positions
+    ]
+    width = max(map(len, tables))
+    padded = [table + [0] * (width - len(table)) for table in tables]
+    return GroupTables(
+        torch.tensor(slots, dtype=torch.int64).to(device),
+        torch.tensor(padded, dtype=torch.int64).to(device),
     )
 
 

@@ -119,9 +119,7 @@ def linear_rows(library: NativeLibrary, rounds: int) -> list[str]:
 
 def make_cache(config: ModelConfig, dtype: torch.dtype) -> PagedKVCache:
     num_blocks = max(DECODE_BATCHES) * blocks_for(CONTEXT + 1)
-    return PagedKVCache(
-        config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype
-    )
+    return PagedKVCache(config.kv_layout, [num_blocks], BLOCK_SIZE, dtype)
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -135,7 +133,7 @@ def make_batch(num_seqs: int, context: int, new_tokens: int) -> ForwardBatch:
     items = []
     for idx in range(num_seqs):
         blocks = list(range(idx * width, (idx + 1) * width))
-        sequence = Sequence(idx, token_ids, context, SamplingParams(), block_table=blocks)
+        sequence = Sequence(idx, token_ids, context, SamplingParams(), block_tables=[blocks])
         sequence.num_computed_tokens = context - new_tokens
         items.append(ScheduledSequence(sequence, new_tokens))
     return build_forward_batch(items, BLOCK_SIZE, CPU)

@@ -42,11 +42,16 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     num_preemptions: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # one a KV group
     arrival_step: int = 0  # engine step number at which the worker received it
 
     def __post_init__(self) -> None:
         assert 0 < self.num_prompt_tokens <= len(self.token_ids)
+
+    @property
+    def block_table(self) -> list[int]:
+        """The table of the first KV group, which holds all tokens."""
+        return self.block_tables[0]
 
     @property
     def num_tokens(self) -> int:

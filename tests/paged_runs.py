@@ -19,15 +19,7 @@ def make_cache(
     model: LlamaForCausalLM, num_blocks: int = 64, fill: float = float("nan")
 ) -> PagedKVCache:
     """A cache full of NaN, so that a read of any slot that was not written shows in the result."""
-    config = model.config
-    kv = PagedKVCache(
-        config.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        model.dtype,
-    )
+    kv = PagedKVCache(model.config.kv_layout, [num_blocks], BLOCK_SIZE, model.dtype)
     for layer_idx in range(kv.num_layers):
         kv.keys(layer_idx).fill_(fill)
         kv.values(layer_idx).fill_(fill)
@@ -38,7 +30,7 @@ def make_paged_sequence(token_ids: SequenceOf[int], block_table: SequenceOf[int]
     """A sequence of which nothing is computed, with its blocks."""
     sampling = SamplingParams(temperature=0.0)
     return Sequence(
-        block_table[0], list(token_ids), len(token_ids), sampling, block_table=list(block_table)
+        block_table[0], list(token_ids), len(token_ids), sampling, block_tables=[list(block_table)]
     )
 
 

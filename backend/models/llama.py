@@ -117,8 +117,9 @@ class LlamaForCausalLM:
 
         Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``.
         """
+        (tables,) = batch.groups
         metadata = AttentionMetadata.build(
-            batch.block_tables,
+            tables.block_tables,
             batch.query_lens,
             batch.context_lens,
             kv.block_size,
@@ -132,7 +133,7 @@ class LlamaForCausalLM:
                 angles,
                 kv.keys(idx),
                 kv.values(idx),
-                batch.slot_mapping,
+                tables.slot_mapping,
                 metadata,
             )
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.backend.engine_config import ConfigError
+from shoal.backend.kv_layout import KVLayout
 
 HF_ARCHITECTURES = ("LlamaForCausalLM",)
 GGUF_ARCHITECTURES = ("llama",)
@@ -68,6 +69,11 @@ class ModelConfig:
             _check_int("bos_token_id", self.bos_token_id, 0, self.vocab_size - 1)
         for token_id in self.eos_token_ids:
             _check_int("eos_token_id", token_id, 0, self.vocab_size - 1)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The keys and values that the model's layers keep."""
+        return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim)
 
     @classmethod
     def from_hf(

@@ -37,7 +37,8 @@ class NativeLlama:
         logits = torch.empty(num_samples, self.config.vocab_size)
         lens = torch.tensor([batch.query_lens, batch.context_lens], dtype=torch.int64)
         self._caches.update(kv, self.dtype)
-        num_seqs, max_blocks = batch.block_tables.shape
+        (tables,) = batch.groups
+        num_seqs, max_blocks = tables.block_tables.shape
         arguments = StepArguments(
             num_tokens=len(batch.input_ids),
             num_seqs=num_seqs,
@@ -47,8 +48,8 @@ class NativeLlama:
             num_threads=torch.get_num_threads(),
             input_ids=pointer(batch.input_ids, torch.int64),
             positions=pointer(batch.positions, torch.int64),
-            slot_mapping=pointer(batch.slot_mapping, torch.int64),
-            block_tables=pointer(batch.block_tables, torch.int64),
+            slot_mapping=pointer(tables.slot_mapping, torch.int64),
+            block_tables=pointer(tables.block_tables, torch.int64),
             query_lens=pointer(lens[0]),
             context_lens=pointer(lens[1]),
             logits_indices=pointer(batch.logits_indices, torch.int64),

@@ -87,7 +87,7 @@ class TestModel:
         for size in chunks:
             item = ScheduledSequence(sequence, size)
             batch = build_forward_batch([item], kv.block_size, model.device)
-            mass = torch.zeros(batch.block_tables.shape)
+            mass = torch.zeros(batch.groups[0].block_tables.shape)
             logits = model.forward(dataclasses.replace(batch, block_mass=mass), kv)
             sequence.num_computed_tokens += size
         return logits, mass

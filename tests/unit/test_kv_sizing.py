@@ -8,7 +8,7 @@ BLOCK_BYTES = 64 * 1024
 
 def size(available=2**40, model_max_len=2048, **settings):
     config = EngineConfig(weights="w", **settings)
-    return size_kv_cache(config, BLOCK_BYTES, model_max_len, available)
+    return size_kv_cache(config, [BLOCK_BYTES], model_max_len, available)
 
 
 def test_the_pool_takes_kv_cache_mib():
@@ -64,4 +64,28 @@ def test_more_than_the_memory_names_the_largest_that_fits():
 def test_a_pool_without_two_blocks_names_the_smallest():
     config = EngineConfig(weights="w", kv_cache_mib=1)
     with pytest.raises(ConfigError, match=r"at least 4\."):
-        size_kv_cache(config, 2 * MIB, 2048, 2**40)
+        size_kv_cache(config, [2 * MIB], 2048, 2**40)
+
+
+HYBRID = {"bytes_per_block": [BLOCK_BYTES, 5 * BLOCK_BYTES], "windows": [33]}
+
+
+def size_hybrid(**settings):
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    config = EngineConfig(weights="w", **limits, **settings)
+    return size_kv_cache(config, model_max_len=2**20, available_bytes=2**40, **HYBRID)
+
+
+def test_windowed_groups_take_only_what_their_sequences_can_need():
+    enough = 4 * (2 + 2) + 4  # 32 tokens and two cut blocks a sequence, and a step's tokens
+    found = size_hybrid(kv_cache_mib=100)
+    assert found.window_blocks == (enough,)
+    assert found.cache_blocks == (found.num_blocks, enough + 1)
+    assert found.num_blocks == 1600 - 5 * (enough + 1)
+    assert found.max_model_len == 16 * found.num_blocks
+
+
+def test_a_small_cache_gives_windowed_groups_as_many_blocks_as_the_first():
+    assert size_hybrid(num_kv_blocks=10).window_blocks == (10,)
+    found = size_hybrid(kv_cache_mib=4)  # 64 units: n + 5 * (n + 1)
+    assert (found.num_blocks, found.window_blocks) == (9, (9,))

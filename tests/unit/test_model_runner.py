@@ -4,6 +4,7 @@ from builders import make_scheduler, make_sequence
 from tiny_checkpoint import write_tiny_checkpoint
 
 from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.kv_layout import KVLayout
 from shoal.backend.model_runner import FORWARD_FAILED, ModelRunner, build_forward_batch
 from shoal.backend.weights.loader import load_model
 from shoal.scheduler.outputs import ScheduledSequence, SchedulerOutput
@@ -16,7 +17,7 @@ POISON = 111
 
 def scheduled(sequence, num_computed, num_tokens, block_table):
     sequence.num_computed_tokens = num_computed
-    sequence.block_table = block_table
+    sequence.block_tables = [block_table]
     return ScheduledSequence(sequence, num_tokens)
 
 
@@ -27,8 +28,9 @@ def test_the_batch_lays_sequences_out_one_after_another():
     expected_ids = chunk.sequence.token_ids[2:7] + decode.sequence.token_ids[8:9]
     assert batch.input_ids.tolist() == expected_ids
     assert batch.positions.tolist() == [2, 3, 4, 5, 6, 8]
-    assert batch.slot_mapping.tolist() == [30, 31, 12, 13, 14, 36]
-    assert batch.block_tables.tolist() == [[7, 3, 0], [1, 4, 9]]
+    (tables,) = batch.groups
+    assert tables.slot_mapping.tolist() == [30, 31, 12, 13, 14, 36]
+    assert tables.block_tables.tolist() == [[7, 3, 0], [1, 4, 9]]
     assert batch.query_lens == [5, 1]
     assert batch.context_lens == [7, 9]
     assert batch.logits_indices.tolist() == [5]
@@ -59,7 +61,9 @@ def model():
 
 @pytest.fixture
 def fake_runner(model):
-    return ModelRunner(model, PagedKVCache(1, 8, BLOCK_SIZE, 1, 2, torch.float32), CPU)
+    return ModelRunner(
+        model, PagedKVCache(KVLayout.uniform(1, 1, 2), [8], BLOCK_SIZE, torch.float32), CPU
+    )
 
 
 def three_decodes(last_ids):
@@ -108,15 +112,8 @@ def tiny_model(tmp_path_factory):
 def generate(tiny_model, sequences, **scheduler_options):
     """Greedy output ids by seq_id, through scheduler, runner and paged cache."""
     scheduler = make_scheduler(block_size=BLOCK_SIZE, **scheduler_options)
-    config = tiny_model.config
-    kv = PagedKVCache(
-        config.num_layers,
-        scheduler.free_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        torch.float32,
-    )
+    layout = tiny_model.config.kv_layout
+    kv = PagedKVCache(layout, [scheduler.free_blocks], BLOCK_SIZE, torch.float32)
     runner = ModelRunner(tiny_model.model, kv, CPU)
     for sequence in sequences:
         scheduler.add(sequence)
