@@ -25,15 +25,8 @@ class Texts:
 def generate(loaded, sequences, *, model=None, guard=None, **scheduler_options) -> Texts:
     """Run to the end. ``model`` stands in for the loaded one."""
     scheduler = make_scheduler(block_size=BLOCK_SIZE, **scheduler_options)
-    config = loaded.config
-    kv = PagedKVCache(
-        config.num_layers,
-        scheduler.free_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        torch.float32,
-    )
+    layout = loaded.config.kv_layout
+    kv = PagedKVCache(layout, [scheduler.free_blocks], BLOCK_SIZE, torch.float32)
     runner = ModelRunner(model or loaded.model, kv, CPU, guard)
     failed: dict[int, str] = {}
     for sequence in sequences:
