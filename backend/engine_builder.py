@@ -15,9 +15,9 @@ from shoal.backend.machine import available_memory, num_usable_cpus
 from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
 from shoal.backend.model_runner import Model, ModelRunner
-from shoal.backend.models.llama import LlamaForCausalLM
+from shoal.backend.models.decoder import Decoder
 from shoal.backend.models.model_config import ModelConfig
-from shoal.backend.models.native_llama import NativeLlama
+from shoal.backend.models.native_decoder import NativeDecoder, missing_ops
 from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.step_log import StepLog
 from shoal.backend.weights.catalogue import kernels_dir, resolve_weights
@@ -52,6 +52,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
     loaded = load_model(
         resolve_weights(config.weights), dtype, device, progress, config.quantization
     )
+    native = _able(native, loaded.config, config.kernels)
     model = _on_kernels(loaded.model, native, progress)
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
@@ -123,11 +124,27 @@ def choose_kernels(name: str, device: torch.device, progress: Progress) -> Nativ
     return library
 
 
-def _on_kernels(model: LlamaForCausalLM, native: NativeLibrary | None, progress: Progress) -> Model:
+def _able(native: NativeLibrary | None, model: ModelConfig, setting: str) -> NativeLibrary | None:
+    """The native kernels if they can run this model."""
+    missing = missing_ops(model) if native else None
+    if missing is None:
+        return native
+    if setting == "native":
+        raise ConfigError(f"kernels: native cannot run {model.family}: no {missing}. Set auto.")
+    logger.warning(
+        "The torch reference computes instead of the native kernels, which lack what this model "
+        "(%s) needs: %s. It is slower, and a text can depend on what else runs.",
+        model.family,
+        missing,
+    )
+    return None
+
+
+def _on_kernels(model: Decoder, native: NativeLibrary | None, progress: Progress) -> Model:
     if native is None:
         return model
     progress("packing weights", 0, 0)
-    return NativeLlama(model, native)
+    return NativeDecoder(model, native)
 
 
 def _make_kv_cache(

@@ -12,3 +12,10 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     wide = hidden.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(variance + eps)).to(hidden.dtype)
+
+
+def rms_norm_wide(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The same with a float32 ``weight``, rounded once, at the end. As in Gemma3RMSNorm."""
+    wide = hidden.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return ((wide * torch.rsqrt(variance + eps)) * weight).to(hidden.dtype)

@@ -14,15 +14,16 @@ class RotaryAngles:
 
 
 def rotary_angles(
-    positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
+    positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> RotaryAngles:
     """Angles for ``positions`` [num_tokens], from ``inv_freq`` float32 [head_dim / 2].
 
-    Computed in float32 and then rounded, as in LlamaRotaryEmbedding of transformers.
+    Cosines and sines are multiplied by ``factor``. Computed in float32 and then rounded, as in
+    LlamaRotaryEmbedding of transformers.
     """
     freqs = positions[:, None].float() * inv_freq
     emb = torch.cat((freqs, freqs), dim=-1)[:, None, :]
-    return RotaryAngles(emb.cos().to(dtype), emb.sin().to(dtype))
+    return RotaryAngles((emb.cos() * factor).to(dtype), (emb.sin() * factor).to(dtype))
 
 
 def rotary_embedding(states: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:

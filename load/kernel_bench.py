@@ -26,7 +26,7 @@ from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.machine import num_usable_cpus
 from shoal.backend.model_runner import Model, build_forward_batch
 from shoal.backend.models.model_config import ModelConfig
-from shoal.backend.models.native_llama import NativeLlama
+from shoal.backend.models.native_decoder import NativeDecoder
 from shoal.backend.weights.catalogue import DEFAULT_MODEL, kernels_dir, resolve_weights
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary, PackedLinear, load_native
@@ -143,7 +143,7 @@ def step_rows(library: NativeLibrary, weights: Path, rounds: int) -> list[str]:
     rows = []
     for name, dtype in DTYPES.items():
         reference: Model = load_model(weights, dtype).model
-        native = NativeLlama(load_model(weights, dtype).model, library)
+        native = NativeDecoder(load_model(weights, dtype).model, library)
         cache = make_cache(native.config, dtype)
         cases = [(f"decode, {n} sequences", n, CONTEXT + 1, 1) for n in DECODE_BATCHES]
         cases.append((f"prefill {PREFILL}", 1, PREFILL, PREFILL))

@@ -7,7 +7,7 @@ import torch
 
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.model_runner import build_forward_batch
-from shoal.backend.models.llama import LlamaForCausalLM
+from shoal.backend.models.decoder import Decoder
 from shoal.scheduler.outputs import ScheduledSequence
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import Sequence
@@ -15,11 +15,10 @@ from shoal.scheduler.sequence import Sequence
 BLOCK_SIZE = 4
 
 
-def make_cache(
-    model: LlamaForCausalLM, num_blocks: int = 64, fill: float = float("nan")
-) -> PagedKVCache:
+def make_cache(model: Decoder, num_blocks: int = 64, fill: float = float("nan")) -> PagedKVCache:
     """A cache full of NaN, so that a read of any slot that was not written shows in the result."""
-    kv = PagedKVCache(model.config.kv_layout, [num_blocks], BLOCK_SIZE, model.dtype)
+    layout = model.config.kv_layout
+    kv = PagedKVCache(layout, [num_blocks] * len(layout.groups), BLOCK_SIZE, model.dtype)
     for layer_idx in range(kv.num_layers):
         kv.keys(layer_idx).fill_(fill)
         kv.values(layer_idx).fill_(fill)
@@ -35,7 +34,7 @@ def make_paged_sequence(token_ids: SequenceOf[int], block_table: SequenceOf[int]
 
 
 def run_step(
-    model: LlamaForCausalLM,
+    model: Decoder,
     kv: PagedKVCache,
     *scheduled: tuple[Sequence, int],
     all_rows: bool = False,
@@ -44,6 +43,8 @@ def run_step(
 
     One row a sequence that reaches its last token, or a row a token with ``all_rows``.
     """
+    for sequence, _ in scheduled:  # the same blocks in every group of layers
+        sequence.block_tables = [sequence.block_table] * len(kv.layout.groups)
     items = [ScheduledSequence(sequence, num_tokens) for sequence, num_tokens in scheduled]
     batch = build_forward_batch(items, kv.block_size, model.device)
     if all_rows:

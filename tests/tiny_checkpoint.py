@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from shoal.backend.models.llama import LlamaForCausalLM
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.decoder import Decoder
+from shoal.backend.models.registry import config_from_hf
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,7 +32,7 @@ def write_tiny_checkpoint(folder: Path, **overrides: Any) -> Path:
     values = TINY_CONFIG | overrides
     (folder / "config.json").write_text(json.dumps(values))
     generator = torch.Generator().manual_seed(0)
-    shapes = LlamaForCausalLM.weight_shapes(ModelConfig.from_hf(values))
+    shapes = Decoder.weight_shapes(config_from_hf(values))
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -1,16 +1,23 @@
 """Building blocks that the model families share: weights with the kernel that applies them."""
 
-import math
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import torch
 
-from shoal.backend.models.model_config import ModelConfig, RopeConfig
+from shoal.kernels.gelu_and_mul import gelu_and_mul
+from shoal.kernels.kv_cache_write import kv_cache_write
 from shoal.kernels.linear import linear
+from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
 from shoal.kernels.quantized_weights import Weight
-from shoal.kernels.rms_norm import rms_norm
+from shoal.kernels.rms_norm import rms_norm, rms_norm_wide
+from shoal.kernels.rotary_embedding import RotaryAngles, rotary_embedding
 from shoal.kernels.silu_and_mul import silu_and_mul
+
+GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_and_mul,
+}
 
 
 class Weights:
@@ -30,15 +37,16 @@ class Weights:
         """Remove and return a matrix of a product or an embedding: dense or quantised."""
         return self._tensors.pop(name)
 
-    def take_linear(self, name: str, bias: bool) -> "Linear":
+    def take_linear(self, name: str, bias: bool = False) -> "Linear":
         """Remove ``name.weight`` (and ``name.bias``)."""
         return Linear(
             self.take_weight(f"{name}.weight"), self.take(f"{name}.bias") if bias else None
         )
 
-    def take_norm(self, name: str, eps: float) -> "RMSNorm":
-        """Remove ``name.weight``."""
-        return RMSNorm(self.take(f"{name}.weight"), eps)
+    def take_norm(self, name: str, eps: float, unit_offset: bool = False) -> "RMSNorm":
+        """Remove ``name.weight``; with ``unit_offset`` the norm multiplies by 1 + weight."""
+        weight = self.take(f"{name}.weight")
+        return RMSNorm(1.0 + weight.float() if unit_offset else weight, eps, wide=unit_offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +62,13 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    weight: torch.Tensor  # [hidden_size]
+    weight: torch.Tensor  # [hidden_size]; float32 if wide
     eps: float
+    wide: bool = False  # multiplied in float32 and rounded once, as Gemma does
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden, self.weight, self.eps)
+        norm = rms_norm_wide if self.wide else rms_norm
+        return norm(hidden, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +76,51 @@ class GatedMLP:
     gate: Linear
     up: Linear
     down: Linear
+    activation: str = "silu"  # in GATED_ACTIVATIONS
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate(hidden), self.up(hidden)))
+        activate = GATED_ACTIVATIONS[self.activation]
+        return self.down(activate(self.gate(hidden), self.up(hidden)))
 
 
-def rotary_inv_freq(config: ModelConfig, device: torch.device) -> torch.Tensor:
-    """Inverse frequencies, float32 [head_dim / 2], with the arithmetic order of transformers."""
-    rope = config.rope
-    # Computed on the CPU whatever the device: a power may differ in its last bit elsewhere.
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inv_freq = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        inv_freq = inv_freq / rope.factor
-    elif rope.kind == "llama3":
-        inv_freq = _llama3_inv_freq(inv_freq, rope)
-    elif rope.kind == "factors":
-        inv_freq = inv_freq / torch.tensor(rope.factors, dtype=torch.float32)
-    return inv_freq.to(device)
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Queries, keys and values by head, normalised and rotated as the family has it."""
 
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    head_dim: int
+    scale: float  # of the scores
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    softcap: float | None = None
 
-def _llama3_inv_freq(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    low_wavelen = rope.original_max_positions / rope.low_freq_factor
-    high_wavelen = rope.original_max_positions / rope.high_freq_factor
-    wavelen = 2 * math.pi / inv_freq
-    scaled = torch.where(wavelen > low_wavelen, inv_freq / rope.factor, inv_freq)
-    smooth = (rope.original_max_positions / wavelen - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - smooth) * scaled / rope.factor + smooth * scaled
-    is_medium = ~(wavelen < high_wavelen) & ~(wavelen > low_wavelen)
-    return torch.where(is_medium, blended, scaled)
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        angles: RotaryAngles | None,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Write this layer's keys and values to the cache, then attend over the cache.
+
+        ``angles`` is None where a layer knows no positions; the window is the metadata's.
+        """
+        query = self._heads(self.q_proj(hidden), self.q_norm, angles)
+        key = self._heads(self.k_proj(hidden), self.k_norm, angles)
+        value = self._heads(self.v_proj(hidden), None, None)
+        kv_cache_write(key, value, key_cache, value_cache, slot_mapping)
+        output = paged_attention(query, key_cache, value_cache, metadata, self.scale, self.softcap)
+        return self.o_proj(output.flatten(1))
+
+    def _heads(
+        self, states: torch.Tensor, norm: RMSNorm | None, angles: RotaryAngles | None
+    ) -> torch.Tensor:
+        heads = states.view(states.shape[0], -1, self.head_dim)
+        if norm is not None:
+            heads = norm(heads)
+        return heads if angles is None else rotary_embedding(heads, angles)

@@ -10,29 +10,30 @@ import numpy as np
 import torch
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.registry import config_from_gguf, gguf_form
 
 GGUF_MAGIC = b"GGUF"
 
-# Parts of names, safetensors to GGUF, of architecture llama.
+# Parts of names, safetensors to GGUF.
 _TOP_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+# An architecture may have others beside or instead (GgufForm).
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_FROM_GGUF_TOP = {theirs: ours for ours, theirs in _TOP_NAMES.items()}
-_FROM_GGUF_LAYER = {theirs: ours for ours, theirs in _LAYER_NAMES.items()}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -63,11 +64,11 @@ class GgufCheckpoint:
         reader = _open(path)
         self.metadata = GgufMetadata(reader)
         self._raw = {tensor.name: tensor for tensor in reader.tensors}
-        self._raw_names = {_safetensors_name(name): name for name in self._raw}
         try:
-            self.config = ModelConfig.from_gguf(
-                self.metadata, self._raw.keys(), self._rope_factors()
-            )
+            self._form = gguf_form(self.metadata)
+            self._layer_names = _LAYER_NAMES | dict(self._form.layer_names)
+            self._raw_names = self._find_names()
+            self.config = config_from_gguf(self.metadata, self._raw.keys(), self._rope_factors())
         except ConfigError as error:
             raise ConfigError(f"{path.name}: {error}") from error
 
@@ -82,15 +83,38 @@ class GgufCheckpoint:
         return int(self._tensor(name).n_bytes)
 
     def where(self, name: str) -> str:
-        return f"{self._file_name}: tensor {self._raw_names.get(name) or _gguf_name(name)}"
+        return f"{self._file_name}: tensor {self._raw_names.get(name) or self._gguf_name(name)}"
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._dequantize(self._raw_names[name]).reshape(self.shape(name))
-        if ".q_proj." in name:
+        if self._form.pairs_are_neighbours and ".q_proj." in name:
             tensor = _unpermute(tensor, self.config.num_heads)
-        elif ".k_proj." in name:
+        elif self._form.pairs_are_neighbours and ".k_proj." in name:
             tensor = _unpermute(tensor, self.config.num_kv_heads)
+        elif self._form.norms_add_one and name.endswith("norm.weight"):
+            tensor = tensor - 1
         return tensor.to(dtype).contiguous()
+
+    def _find_names(self) -> dict[str, str]:
+        """Names in the file by those in safetensors. What is unknown stays as it is, and the loader
+        refuses it."""
+        tops = {theirs: ours for ours, theirs in _TOP_NAMES.items()}
+        parts = {theirs: ours for ours, theirs in self._layer_names.items()}
+        found = {}
+        for name in self._raw:
+            stem, _, suffix = name.rpartition(".")
+            match = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
+            if match and match[2] in parts:
+                found[f"model.layers.{match[1]}.{parts[match[2]]}.{suffix}"] = name
+            else:
+                found[f"{tops[stem]}.{suffix}" if stem in tops else name] = name
+        return found
+
+    def _gguf_name(self, name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
+            return f"blk.{match[1]}.{self._layer_names.get(match[2], match[2])}.{suffix}"
+        return f"{_TOP_NAMES.get(stem, stem)}.{suffix}"
 
     def _tensor(self, name: str) -> gguf.ReaderTensor:
         return self._raw[self._raw_names[name]]
@@ -142,24 +166,6 @@ def _open(path: Path) -> gguf.GGUFReader:
     # The library has no error of its own: whatever its parsing trips over comes out.
     except (ValueError, LookupError, OverflowError, TypeError) as error:
         raise ConfigError(f"{path.name} is damaged or cut short; fetch it again.") from error
-
-
-def _gguf_name(name: str) -> str:
-    stem, _, suffix = name.rpartition(".")
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
-        return f"blk.{match[1]}.{_LAYER_NAMES.get(match[2], match[2])}.{suffix}"
-    return f"{_TOP_NAMES.get(stem, stem)}.{suffix}"
-
-
-def _safetensors_name(name: str) -> str:
-    """Names that are unknown stay as they are, and the loader refuses them."""
-    stem, _, suffix = name.rpartition(".")
-    match = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
-    if match and match[2] in _FROM_GGUF_LAYER:
-        return f"model.layers.{match[1]}.{_FROM_GGUF_LAYER[match[2]]}.{suffix}"
-    if stem in _FROM_GGUF_TOP:
-        return f"{_FROM_GGUF_TOP[stem]}.{suffix}"
-    return name
 
 
 def _unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

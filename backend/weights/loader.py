@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.models.llama import LlamaForCausalLM
+from shoal.backend.models.decoder import Decoder
 from shoal.backend.models.model_config import ModelConfig
 from shoal.backend.quantization.plan import plan_formats
 from shoal.backend.quantization.schemes import SCHEMES
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: LlamaForCausalLM
+    model: Decoder
     config: ModelConfig
 
 
@@ -41,11 +41,11 @@ def load_model(
     """
     source = open_checkpoint(path)
     config = source.config
-    shapes = LlamaForCausalLM.weight_shapes(config)
+    shapes = Decoder.weight_shapes(config)
     _check_tensors(source, shapes, config)
     formats = plan_formats(shapes, quantization)
     tensors = _load_tensors(source, list(shapes), formats, dtype, device, progress or _ignore)
-    return LoadedModel(LlamaForCausalLM(config, tensors), config)
+    return LoadedModel(Decoder(config, tensors), config)
 
 
 def open_checkpoint(path: Path) -> GgufCheckpoint | SafetensorsCheckpoint:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.registry import config_from_hf
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -69,7 +70,7 @@ def _read_config(folder: Path) -> ModelConfig:
     generation = folder / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else None
     try:
-        return ModelConfig.from_hf(config, generation_config)
+        return config_from_hf(config, generation_config)
     except ConfigError as error:
         raise ConfigError(f"config.json: {error}") from error
 

@@ -11,7 +11,7 @@ from paged_runs import make_cache, make_paged_sequence
 from tiny_checkpoint import write_tiny_checkpoint
 
 from shoal.backend.model_runner import build_forward_batch
-from shoal.backend.models.native_llama import NativeLlama
+from shoal.backend.models.native_decoder import NativeDecoder
 from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary, load_native
@@ -98,7 +98,7 @@ class TestModel:
         config = reference.config
         _, expected = self.masses(reference, 20, 3, 1)
         _, mass = self.masses(
-            NativeLlama(load_model(folder, torch.float32).model, native), 20, 3, 1
+            NativeDecoder(load_model(folder, torch.float32).model, native), 20, 3, 1
         )
         torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-4)
         assert float(mass.sum()) == pytest.approx(config.num_layers * config.num_heads, rel=1e-5)
@@ -112,7 +112,7 @@ class TestModel:
         folder = write_tiny_checkpoint(tmp_path / "tiny", num_key_value_heads=2)
         model: Any = load_model(folder, torch.float32).model
         if on_native:
-            model = NativeLlama(model, native)
+            model = NativeDecoder(model, native)
         logits, kv = {}, make_cache(model)
         for shift in (0, 300):
             sequence = make_paged_sequence(range(30), range(10, 18))

@@ -11,7 +11,7 @@ from paged_runs import make_cache, make_paged_sequence, run_step
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as TransformersLlama
 
-from shoal.backend.models.llama import LlamaForCausalLM
+from shoal.backend.models.decoder import Decoder
 from shoal.backend.weights.loader import load_model
 
 # The argument is named otherwise only in the newest versions.
@@ -51,7 +51,7 @@ class Pair:
     """One checkpoint, loaded by transformers and by us."""
 
     theirs: Any
-    ours: LlamaForCausalLM
+    ours: Decoder
 
 
 class TheirSequence:

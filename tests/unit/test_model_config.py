@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.registry import config_from_gguf, config_from_hf
 
 HF: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,15 +46,15 @@ LLAMA3_ROPE = {
 
 
 def test_hf_and_gguf_give_the_same_config() -> None:
-    hf = ModelConfig.from_hf(HF)
-    gguf = ModelConfig.from_gguf(GGUF, {"output.weight"})
+    hf = config_from_hf(HF)
+    gguf = config_from_gguf(GGUF, {"output.weight"})
     assert hf == gguf
     assert (hf.head_dim, hf.num_kv_heads, hf.eos_token_ids) == (8, 2, (2,))
 
 
 def test_left_out_values_take_the_defaults_of_transformers() -> None:
     names = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "bos_token_id")
-    config = ModelConfig.from_hf({name: HF[name] for name in HF if name not in names})
+    config = config_from_hf({name: HF[name] for name in HF if name not in names})
     assert (config.num_kv_heads, config.max_position_embeddings) == (4, 2048)
     assert (config.rms_norm_eps, config.bos_token_id) == (1e-6, None)
 
@@ -72,17 +72,17 @@ def test_left_out_values_take_the_defaults_of_transformers() -> None:
 def test_eos_ids_of_both_configs_count(
     model: Any, generation: Any, expected: tuple[int, ...]
 ) -> None:
-    config = ModelConfig.from_hf(HF | {"eos_token_id": model}, {"eos_token_id": generation})
+    config = config_from_hf(HF | {"eos_token_id": model}, {"eos_token_id": generation})
     assert config.eos_token_ids == expected
 
 
 def test_gguf_end_of_turn_is_an_eos() -> None:
-    config = ModelConfig.from_gguf(GGUF | {"tokenizer.ggml.eot_token_id": 9}, set())
+    config = config_from_gguf(GGUF | {"tokenizer.ggml.eot_token_id": 9}, set())
     assert config.eos_token_ids == (2, 9)
 
 
 def test_gguf_tensors_tell_ties_and_biases() -> None:
-    config = ModelConfig.from_gguf(GGUF, {"blk.0.attn_q.bias"})
+    config = config_from_gguf(GGUF, {"blk.0.attn_q.bias"})
     assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (
         True,
         True,
@@ -92,9 +92,7 @@ def test_gguf_tensors_tell_ties_and_biases() -> None:
 
 def test_gguf_vocabulary_may_be_told_by_the_tokens() -> None:
     values = {name: value for name, value in GGUF.items() if name != "llama.vocab_size"}
-    assert (
-        ModelConfig.from_gguf(values | {"tokenizer.ggml.tokens": ["a"] * 50}, ()).vocab_size == 50
-    )
+    assert config_from_gguf(values | {"tokenizer.ggml.tokens": ["a"] * 50}, ()).vocab_size == 50
 
 
 @pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
@@ -103,7 +101,8 @@ def test_rope_of_old_and_new_configs(where: str) -> None:
     values = (
         {where: LLAMA3_ROPE} | theta if where == "rope_scaling" else {where: LLAMA3_ROPE | theta}
     )
-    rope = ModelConfig.from_hf(HF | values).rope
+    rope = config_from_hf(HF | values).layers[0].rope
+    assert rope is not None
     assert (rope.kind, rope.theta, rope.factor) == ("llama3", 500000.0, 8.0)
     assert rope.original_max_positions == 64
 
@@ -118,7 +117,7 @@ def test_rope_of_old_and_new_configs(where: str) -> None:
         ({"vocab_size": True}, "vocab_size"),
         ({"hidden_size": "32"}, "hidden_size"),
         ({"hidden_size": 33}, "hidden_size"),
-        ({"num_hidden_layers": -1}, "num_layers"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 7}, "head_dim"),
@@ -130,7 +129,9 @@ def test_rope_of_old_and_new_configs(where: str) -> None:
         ({"bos_token_id": -1}, "bos_token_id"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor"),
         ({"rope_scaling": "linear"}, "rope_parameters"),
@@ -140,7 +141,7 @@ def test_rope_of_old_and_new_configs(where: str) -> None:
 )
 def test_bad_hf_config_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        ModelConfig.from_hf(HF | change)
+        config_from_hf(HF | change)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,8 @@ def test_bad_hf_config_is_refused_by_name(change: dict[str, Any], named: str) ->
         ({"general.architecture": "mamba"}, "mamba"),
         ({"general.architecture": None}, "general.architecture"),
         ({"llama.block_count": None}, "llama.block_count"),
-        ({"llama.expert_count": 8}, "llama.expert_count"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok"),
         ({"split.count": 2}, "split.count"),
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count"),
         ({"llama.attention.value_length": 16}, "llama.attention.value_length"),
@@ -159,10 +161,12 @@ def test_bad_hf_config_is_refused_by_name(change: dict[str, Any], named: str) ->
 )
 def test_bad_gguf_metadata_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        ModelConfig.from_gguf(GGUF | change, set())
+        config_from_gguf(GGUF | change, set())
 
 
 def test_rope_factors_must_fit_the_head() -> None:
-    assert ModelConfig.from_gguf(GGUF, (), (1.0, 1.0, 8.0, 8.0)).rope.kind == "factors"
+    rope = config_from_gguf(GGUF, (), (1.0, 1.0, 8.0, 8.0)).layers[0].rope
+    assert rope is not None
+    assert rope.kind == "factors"
     with pytest.raises(ConfigError, match=r"rope_freqs\.weight must hold 4"):
-        ModelConfig.from_gguf(GGUF, (), (1.0,))
+        config_from_gguf(GGUF, (), (1.0,))

@@ -11,7 +11,7 @@ from tiny_checkpoint import write_tiny_checkpoint
 
 from shoal.backend.engine_builder import build_engine, choose_kernels
 from shoal.backend.engine_config import ConfigError, EngineConfig
-from shoal.backend.models.native_llama import NativeLlama
+from shoal.backend.models.native_decoder import NativeDecoder
 from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary, load_native
@@ -37,8 +37,8 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path, native: NativeLibrary, dtype: torch.dtype) -> NativeLlama:
-    return NativeLlama(load_model(smollm2_path, dtype).model, native)
+def smollm2(smollm2_path: Path, native: NativeLibrary, dtype: torch.dtype) -> NativeDecoder:
+    return NativeDecoder(load_model(smollm2_path, dtype).model, native)
 
 
 def random_ids(count: int, vocab_size: int, seed: int = 0) -> list[int]:
@@ -113,7 +113,7 @@ def test_close_to_the_reference(
     tmp_path: Path, native: NativeLibrary, dtype: torch.dtype, variant: str
 ) -> None:
     folder = write_tiny_checkpoint(tmp_path / "tiny", **VARIANTS[variant])
-    model = NativeLlama(load_model(folder, dtype).model, native)
+    model = NativeDecoder(load_model(folder, dtype).model, native)
     ids = random_ids(45, model.config.vocab_size)
     check_closeness(folder, ids, in_chunks(model, ids, 40, 1, 1, 3), dtype)
 
@@ -123,22 +123,22 @@ def test_tiny_model_is_invariant(
     tmp_path: Path, native: NativeLibrary, dtype: torch.dtype, variant: str
 ) -> None:
     folder = write_tiny_checkpoint(tmp_path / "tiny", **VARIANTS[variant])
-    check_invariance(NativeLlama(load_model(folder, dtype).model, native), range(1, 45))
+    check_invariance(NativeDecoder(load_model(folder, dtype).model, native), range(1, 45))
 
 
-def test_real_smollm2_is_invariant(smollm2: NativeLlama) -> None:
+def test_real_smollm2_is_invariant(smollm2: NativeDecoder) -> None:
     check_invariance(smollm2, range(1, 45, 11))
 
 
 def test_real_smollm2_is_as_close_to_exact_as_the_reference(
-    smollm2: NativeLlama, smollm2_path: Path
+    smollm2: NativeDecoder, smollm2_path: Path
 ) -> None:
     prompt = prompt_ids(smollm2_path)[2]
     check_closeness(smollm2_path, prompt, alone_at_once(smollm2, prompt), smollm2.dtype)
 
 
 def test_greedy_text_equals_transformers(smollm2_path: Path, native: NativeLibrary) -> None:
-    model = NativeLlama(load_model(smollm2_path, torch.float32).model, native)
+    model = NativeDecoder(load_model(smollm2_path, torch.float32).model, native)
     prompts = prompt_ids(smollm2_path)[:4]
     sequences = [
         make_paged_sequence(prompt, range(idx * 16, idx * 16 + 16))
@@ -154,13 +154,13 @@ def test_greedy_text_equals_transformers(smollm2_path: Path, native: NativeLibra
         assert sequence.token_ids[len(prompt) :] == reference.generate(prompt, 16)
 
 
-def test_step_without_samples_returns_no_rows(smollm2: NativeLlama) -> None:
+def test_step_without_samples_returns_no_rows(smollm2: NativeDecoder) -> None:
     sequence = make_paged_sequence(random_ids(9, 1000), BLOCKS)
     logits = run_step(smollm2, make_cache(smollm2), (sequence, 5))
     assert logits.shape == (0, smollm2.config.vocab_size)
 
 
-def test_bad_token_id_is_refused(smollm2: NativeLlama) -> None:
+def test_bad_token_id_is_refused(smollm2: NativeDecoder) -> None:
     for token_id in (-1, smollm2.config.vocab_size):
         sequence = make_paged_sequence([token_id], BLOCKS)
         with pytest.raises(IndexError, match="token ids"):

@@ -7,8 +7,8 @@ import torch
 from tiny_checkpoint import TINY_CONFIG, write_tiny_checkpoint
 from torch.nn import functional
 
-from shoal.backend.models.llama import LlamaForCausalLM
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.decoder import Decoder
+from shoal.backend.models.registry import config_from_hf
 from shoal.backend.quantization.plan import memory_ratio, plan_formats
 from shoal.backend.quantization.schemes import SCHEMES, quantize_int4
 from shoal.backend.weights.loader import load_model
@@ -133,12 +133,12 @@ def test_unlike_weights_join_dense() -> None:
 
 def llama_shapes(vocab: int, hidden: int, inner: int, layers: int) -> dict[str, tuple[int, ...]]:
     sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner}
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         TINY_CONFIG
         | sizes
         | {"num_hidden_layers": layers, "num_attention_heads": 9, "num_key_value_heads": 3}
     )
-    return LlamaForCausalLM.weight_shapes(config)
+    return Decoder.weight_shapes(config)
 
 
 def test_int4_keeps_the_ends_in_8_bits_where_they_fit_the_budget() -> None:

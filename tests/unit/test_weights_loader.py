@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import TINY_CONFIG, write_tiny_checkpoint
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.models.llama import LlamaForCausalLM
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.decoder import Decoder
+from shoal.backend.models.registry import config_from_hf
 from shoal.backend.weights.gguf import GgufCheckpoint
 from shoal.backend.weights.loader import load_model, open_checkpoint
 
@@ -48,7 +48,7 @@ def llama_permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 def write_gguf(path: Path, folder: Path, kind: Any = QuantType.F32) -> None:
     """The folder's checkpoint as GGUF; matrices in ``kind``, vectors in float32."""
-    config = ModelConfig.from_hf(TINY_CONFIG)
+    config = config_from_hf(TINY_CONFIG)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
@@ -78,14 +78,14 @@ def write_gguf(path: Path, folder: Path, kind: Any = QuantType.F32) -> None:
 
 def loaded_tensors(path: Path) -> dict[str, torch.Tensor]:
     source = open_checkpoint(path)
-    names = LlamaForCausalLM.weight_shapes(source.config)
+    names = Decoder.weight_shapes(source.config)
     return {name: source.load(name, torch.float32) for name in names}
 
 
 def test_folder_loads(folder: Path) -> None:
     loaded = load_model(folder, torch.bfloat16, CPU)
     assert loaded.model.dtype == torch.bfloat16
-    assert loaded.config == ModelConfig.from_hf(TINY_CONFIG)
+    assert loaded.config == config_from_hf(TINY_CONFIG)
 
 
 def test_progress_counts_bytes_up_to_the_total(folder: Path) -> None:
@@ -199,7 +199,7 @@ def test_quantised_gguf_is_close(tmp_path: Path, folder: Path, kind: QuantType) 
 def test_gguf_config_equals_the_folders(tmp_path: Path, folder: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", folder)
     theirs = GgufCheckpoint(tmp_path / "tiny.gguf").config
-    ours = ModelConfig.from_hf(TINY_CONFIG)
+    ours = config_from_hf(TINY_CONFIG)
     assert theirs.rms_norm_eps == pytest.approx(ours.rms_norm_eps)
     assert (theirs.num_kv_heads, theirs.head_dim, theirs.tie_word_embeddings) == (2, 8, True)
 

@@ -1,4 +1,4 @@
-"""Llama on the native CPU kernels: the same model as ``llama.py``, run as one planned call."""
+"""A decoder on the native CPU kernels: ``decoder.py``'s model as one planned call."""
 
 import ctypes
 
@@ -6,19 +6,36 @@ import torch
 
 from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
-from shoal.backend.models.layers import Linear
-from shoal.backend.models.llama import LlamaForCausalLM, LlamaLayer
+from shoal.backend.models.decoder import Decoder, DecoderLayer, make_rotaries
+from shoal.backend.models.layers import GatedMLP, Linear
 from shoal.backend.models.model_config import ModelConfig
 from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear, pointer
 from shoal.kernels.native_plan import NativePlan, PlanBuilder, StepArguments
 from shoal.kernels.quantized_weights import dense, join
 
 
-class NativeLlama:
+def missing_ops(config: ModelConfig) -> str | None:
+    """What a model needs and the native kernels lack; None if they can run it."""
+    kinds = set(config.layers)
+    missing = {
+        "layers of several kinds": len(kinds) > 1,
+        "sliding windows": any(layer.window for layer in kinds),
+        "layers without rotation": any(layer.rope is None for layer in kinds),
+        "scaled rotations": any(layer.rope and layer.rope.attention_factor != 1 for layer in kinds),
+        "experts": config.experts is not None,
+        "QK-norm": config.qk_norm,
+        "norms after attention and MLP": config.sandwich_norms,
+        "scaled embeddings": config.embedding_scale is not None,
+        f"the activation {config.activation}": config.activation != "silu",
+    }
+    return ", ".join(name for name, is_missing in missing.items() if is_missing) or None
+
+
+class NativeDecoder:
     """Batch-invariant: a sequence's logits have the same bits whatever runs beside it, and whether
     its tokens came at once, in chunks, one by one or again after a preemption."""
 
-    def __init__(self, model: LlamaForCausalLM, library: NativeLibrary) -> None:
+    def __init__(self, model: Decoder, library: NativeLibrary) -> None:
         """Take the weights out of ``model``, layer by layer, which cannot run afterwards."""
         self.config = model.config
         self.dtype = model.dtype
@@ -89,10 +106,11 @@ def _check_ids(input_ids: torch.Tensor, config: ModelConfig) -> None:
         raise IndexError(f"token ids must be in [0, {config.vocab_size - 1}]")
 
 
-def _build_plan(model: LlamaForCausalLM, library: NativeLibrary) -> NativePlan:
+def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     config = model.config
     plan = PlanBuilder(library, model.dtype, config.num_heads, config.num_kv_heads, config.head_dim)
-    embedding, lm_head, norm, inv_freq = model.take_ends()
+    embedding, lm_head, norm = model.take_ends()
+    (rotary,) = make_rotaries(config, torch.device("cpu")).values()
     packed_head = library.pack_linear(dense(lm_head))
     tied = embedding is lm_head
     del lm_head
@@ -108,13 +126,14 @@ def _build_plan(model: LlamaForCausalLM, library: NativeLibrary) -> NativePlan:
 
     plan.embed(packed_head if tied else dense(embedding), out=hidden)
     del embedding
-    plan.rotary_angles(inv_freq, out=angles)
+    plan.rotary_angles(rotary.inv_freq, out=angles)
     for idx, layer in enumerate(model.take_layers()):
         attention, mlp = layer.attention, layer.mlp
+        assert isinstance(mlp, GatedMLP)
         plan.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps, out=normed)
         plan.linear(normed, _pack_qkv(library, layer), out=qkv)
         plan.rotate_and_write(qkv, angles, idx, out=query)
-        plan.attention(query, idx, config.head_dim**-0.5, out=attended)
+        plan.attention(query, idx, attention.scale, out=attended)
         plan.linear(attended, _pack(library, attention.o_proj), hidden, Epilogue.ADD)
         plan.rms_norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, out=normed)
         gate, up = dense(mlp.gate.weight), dense(mlp.up.weight)
@@ -130,7 +149,7 @@ def _pack(library: NativeLibrary, linear: Linear) -> PackedLinear:
     return library.pack_linear(dense(linear.weight), linear.bias)
 
 
-def _pack_qkv(library: NativeLibrary, layer: LlamaLayer) -> PackedLinear:
+def _pack_qkv(library: NativeLibrary, layer: DecoderLayer) -> PackedLinear:
     """Queries, keys and values as one product."""
     parts = (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
     biases = [part.bias for part in parts if part.bias is not None]
