@@ -54,7 +54,10 @@ def read_qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
         output_bias=bias,
         qk_norm=True,
         experts=ExpertsConfig(
-            num_experts=required(config, "num_experts"),
+            # Written under either name, by the version of transformers.
+            num_experts=required(
+                config, "num_local_experts" if "num_experts" not in config else "num_experts"
+            ),
             num_experts_per_token=required(config, "num_experts_per_tok"),
             intermediate_size=required(config, "moe_intermediate_size"),
             normalize=or_default(config, "norm_topk_prob", False),
