@@ -34,6 +34,6 @@ class ForwardBatch:
     query_lens: list[int]  # [num_seqs], sums to num_tokens
     context_lens: list[int]  # [num_seqs]: tokens in the cache including this step's
     logits_indices: torch.Tensor  # int64 [num_samples]: rows of the hidden states to project
-    # float32 [num_seqs, max_blocks], zeros: the forward pass leaves there the softmax weight that
-    # each block got, summed over this step's queries, heads and layers. None: nobody asks.
+    # int64 [num_seqs, max_blocks], zeros: the forward pass adds the softmax weight that each block
+    # got from this step's queries, heads and layers, in units of 1 / MASS_ONE. None: nobody asks.
     block_mass: torch.Tensor | None = None

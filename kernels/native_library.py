@@ -251,8 +251,8 @@ class NativeLibrary:
     ) -> torch.Tensor:
         """Causal attention as the reference's ``paged_attention``; returns the query's shape.
 
-        ``block_mass`` float32 [num_seqs, max_blocks] is overwritten with the attention that each
-        block got, over this call's queries and heads.
+        To ``block_mass``, int64 [num_seqs, max_blocks], is added the attention that each block got,
+        over this call's queries and heads, in units of 1 / ``MASS_ONE``.
         """
         out = torch.empty_like(query)
         lens = torch.tensor([query_lens, context_lens], dtype=torch.int64)
@@ -272,7 +272,7 @@ class NativeLibrary:
                 *key_cache.shape[2:],
                 scale,
                 pointer(out),
-                pointer(block_mass, torch.float32),
+                pointer(block_mass, torch.int64),
             )
         )
         return out

@@ -81,7 +81,7 @@ class Context:
 
     def mass_rows(self, *ranges: tuple[int, int, int]) -> torch.Tensor:
         """Room for the block mass of those sequences."""
-        return torch.zeros(len(ranges), self.block_tables.shape[1])
+        return torch.zeros(len(ranges), self.block_tables.shape[1], dtype=torch.int64)
 
     def reference(
         self, *ranges: tuple[int, int, int], block_mass: torch.Tensor | None = None

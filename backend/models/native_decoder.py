@@ -73,7 +73,7 @@ class NativeDecoder:
             key_caches=self._caches.keys,
             value_caches=self._caches.values,
             logits=pointer(logits),
-            block_mass=pointer(batch.block_mass, torch.float32),
+            block_mass=pointer(batch.block_mass, torch.int64),
         )
         self._plan.run(arguments)
         return logits

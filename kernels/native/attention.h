@@ -15,7 +15,7 @@ namespace shoal {
 
 constexpr int64_t kSpan = 64;
 constexpr int64_t kTaskRows = 48;  // query heads x tokens that share the spans they read
-constexpr double kMassOne = 4294967296.0;  // a softmax weight of 1, in the units of block mass
+constexpr double kMassOne = 4294967296.0;  // MASS_ONE of attention_mass.py
 
 // Sequence i has query_lens[i] new tokens, the last of its context_lens[i].
 struct Batch {
@@ -32,10 +32,6 @@ struct BlockMass {
 
   void add(int64_t index, int64_t value) const {
     if (value) __atomic_fetch_add(units + index, value, __ATOMIC_RELAXED);
-  }
-
-  void read(float* out, int64_t num_blocks) const {
-    for (int64_t i = 0; i < num_blocks; i++) out[i] = float(double(units[i]) / kMassOne);
   }
 };
 

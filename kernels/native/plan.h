@@ -48,7 +48,7 @@ struct Step {
   void* const* key_caches;        // [num_layers]
   void* const* value_caches;      // [num_layers]
   float* logits;                  // [num_samples, vocab_size]
-  float* block_mass;              // [num_seqs, max_blocks], over all layers; null: not wanted
+  int64_t* block_mass;            // [num_seqs, max_blocks], added to by all layers; or null
 };
 
 class PlanBase {
@@ -72,9 +72,7 @@ class Plan : public PlanBase {
     const auto tasks = attention_tasks(batch, heads_);
     while (int64_t(scratch_.size()) < step.num_threads)
       scratch_.push_back(std::make_unique<AttentionScratch<T>>(heads_));
-    const int64_t num_blocks = step.num_seqs * step.max_blocks;
-    if (step.block_mass) mass_.assign(num_blocks, 0);
-    const BlockMass mass{step.block_mass ? mass_.data() : nullptr};
+    const BlockMass mass{step.block_mass};
     Team team(ops_.size());
 #pragma omp parallel num_threads(int(step.num_threads))
     {
@@ -83,7 +81,6 @@ class Plan : public PlanBase {
       for (size_t i = 0; i < ops_.size(); i++)
         run_op(team, i, num_threads, step, batch, tasks, scratch, mass);
     }
-    if (step.block_mass) mass.read(step.block_mass, num_blocks);
   }
 
  private:
@@ -162,7 +159,6 @@ class Plan : public PlanBase {
   std::vector<PlanBuffer> shapes_;
   std::vector<std::vector<char>> buffers_;
   std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
-  std::vector<int64_t> mass_;
   int64_t num_rows_ = 0;
 };
 

@@ -108,13 +108,13 @@ int shoal_attention(int type, int num_threads, const void* query, const void* ke
                     const void* value_cache, const int64_t* block_tables,
                     const int64_t* query_lens, const int64_t* context_lens, int64_t num_seqs,
                     int64_t max_blocks, int64_t block_size, int64_t num_heads,
-                    int64_t num_kv_heads, int64_t head_dim, float scale, void* out, float* block_mass) {
+                    int64_t num_kv_heads, int64_t head_dim, float scale, void* out,
+                    int64_t* block_mass) {
   return guarded([&] {
     const HeadShape heads{num_heads, num_kv_heads, head_dim};
     const Batch batch{num_seqs, max_blocks, block_size, block_tables, query_lens, context_lens};
     const auto tasks = attention_tasks(batch, heads);
-    std::vector<int64_t> units(block_mass ? num_seqs * max_blocks : 0);
-    const BlockMass mass{block_mass ? units.data() : nullptr};
+    const BlockMass mass{block_mass};
     Team team(1);
     with_type(type, [&](auto t) {
       using T = decltype(t);
@@ -127,7 +127,6 @@ int shoal_attention(int type, int num_threads, const void* query, const void* ke
                static_cast<T*>(out), scratch[omp_get_thread_num()], mass);
       });
     });
-    if (block_mass) mass.read(block_mass, units.size());
   });
 }
 
