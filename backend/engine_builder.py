@@ -15,8 +15,9 @@ from shoal.backend.machine import available_memory, num_usable_cpus
 from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
 from shoal.backend.model_runner import Model, ModelRunner
+from shoal.backend.models.any_config import AnyConfig
+from shoal.backend.models.build import AnyModel
 from shoal.backend.models.decoder import Decoder
-from shoal.backend.models.model_config import ModelConfig
 from shoal.backend.models.native_decoder import NativeDecoder, missing_ops
 from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.step_log import StepLog
@@ -124,7 +125,7 @@ def choose_kernels(name: str, device: torch.device, progress: Progress) -> Nativ
     return library
 
 
-def _able(native: NativeLibrary | None, model: ModelConfig, setting: str) -> NativeLibrary | None:
+def _able(native: NativeLibrary | None, model: AnyConfig, setting: str) -> NativeLibrary | None:
     """The native kernels if they can run this model."""
     missing = missing_ops(model) if native else None
     if missing is None:
@@ -140,15 +141,15 @@ def _able(native: NativeLibrary | None, model: ModelConfig, setting: str) -> Nat
     return None
 
 
-def _on_kernels(model: Decoder, native: NativeLibrary | None, progress: Progress) -> Model:
-    if native is None:
+def _on_kernels(model: AnyModel, native: NativeLibrary | None, progress: Progress) -> Model:
+    if native is None or not isinstance(model, Decoder):
         return model
     progress("packing weights", 0, 0)
     return NativeDecoder(model, native)
 
 
 def _make_kv_cache(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: AnyConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVSize, PagedKVCache]:
     layout = model.kv_layout
     size = size_kv_cache(

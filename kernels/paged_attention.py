@@ -29,6 +29,7 @@ class AttentionMetadata:
     window: int | None = None
     # float32 [num_seqs, max_blocks]: attention adds there what each block got; None: nobody asks
     block_mass: torch.Tensor | None = None
+    chunk_lens: list[int] | None = None  # new tokens, where not all of them are queries
 
     @classmethod
     def build(
@@ -57,6 +58,21 @@ class AttentionMetadata:
         )
         return cls(block_tables, query_lens, context_lens, key_lens, key_slots, window, block_mass)
 
+    def last_queries(self, num_kept: list[int]) -> "AttentionMetadata":
+        """The same step for the last ``num_kept`` queries of each sequence alone, without the
+        sequences that keep none; the others read the keys that they read before. Adds no mass."""
+        kept = [idx for idx, count in enumerate(num_kept) if count]
+        slots = self.key_slots.split_with_sizes(self.key_lens)
+        return AttentionMetadata(
+            self.block_tables[kept],
+            [num_kept[idx] for idx in kept],
+            [self.context_lens[idx] for idx in kept],
+            [self.key_lens[idx] for idx in kept],
+            torch.cat([slots[idx] for idx in kept]),
+            self.window,
+            chunk_lens=[self.query_lens[idx] for idx in kept],
+        )
+
 
 def paged_attention(
     query: torch.Tensor,
@@ -81,11 +97,12 @@ def paged_attention(
     values = _gather(value_cache, metadata).split_with_sizes(metadata.key_lens, 2)
     if metadata.block_mass is not None:
         _add_block_mass(metadata, queries, keys, key_cache.shape[1], scale, softcap)
+    chunk_lens = metadata.chunk_lens or metadata.query_lens
     outputs = [
-        _attend(*qkv, scale, metadata.window)
+        _attend(*qkv, scale, metadata.window, chunk_len)
         if softcap is None
         else _attend_capped(*qkv, scale, metadata.window, softcap)
-        for qkv in zip(queries, keys, values, strict=True)
+        for *qkv, chunk_len in zip(queries, keys, values, chunk_lens, strict=True)
     ]
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
@@ -115,13 +132,19 @@ def _gather(cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    chunk_len: int,
 ) -> torch.Tensor:
     num_heads, query_len, head_dim = query.shape[1:]
     num_kv_heads, key_len = key.shape[1:3]
     num_shared = num_heads // num_kv_heads
     mask = None
-    if 1 < query_len < key_len or (window is not None and key_len >= window):
+    in_chunk = 1 < chunk_len < key_len or 1 < query_len < key_len
+    if in_chunk or (window is not None and key_len >= window):
         mask = causal_mask(query_len, key_len, window, query.device)
     torch_shares = mask is None and head_dim <= MAX_SHARED_HEAD_DIM
     if num_shared > 1 and not torch_shares:

@@ -25,6 +25,7 @@ from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.machine import num_usable_cpus
 from shoal.backend.model_runner import Model, build_forward_batch
+from shoal.backend.models.decoder import Decoder
 from shoal.backend.models.model_config import ModelConfig
 from shoal.backend.models.native_decoder import NativeDecoder
 from shoal.backend.weights.catalogue import DEFAULT_MODEL, kernels_dir, resolve_weights
@@ -143,7 +144,9 @@ def step_rows(library: NativeLibrary, weights: Path, rounds: int) -> list[str]:
     rows = []
     for name, dtype in DTYPES.items():
         reference: Model = load_model(weights, dtype).model
-        native = NativeDecoder(load_model(weights, dtype).model, library)
+        model = load_model(weights, dtype).model
+        assert isinstance(model, Decoder), "the native kernels run no other"
+        native = NativeDecoder(model, library)
         cache = make_cache(native.config, dtype)
         cases = [(f"decode, {n} sequences", n, CONTEXT + 1, 1) for n in DECODE_BATCHES]
         cases.append((f"prefill {PREFILL}", 1, PREFILL, PREFILL))

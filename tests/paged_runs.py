@@ -25,12 +25,12 @@ def make_cache(model: Decoder, num_blocks: int = 64, fill: float = float("nan"))
     return kv
 
 
-def make_paged_sequence(token_ids: SequenceOf[int], block_table: SequenceOf[int]) -> Sequence:
-    """A sequence of which nothing is computed, with its blocks."""
+def make_paged_sequence(token_ids: SequenceOf[int], *block_tables: SequenceOf[int]) -> Sequence:
+    """A sequence of which nothing is computed, with its blocks: one table for
+    all KV groups, or one each."""
     sampling = SamplingParams(temperature=0.0)
-    return Sequence(
-        block_table[0], list(token_ids), len(token_ids), sampling, block_tables=[list(block_table)]
-    )
+    tables = [list(table) for table in block_tables]
+    return Sequence(tables[0][0], list(token_ids), len(token_ids), sampling, block_tables=tables)
 
 
 def run_step(
@@ -43,8 +43,9 @@ def run_step(
 
     One row a sequence that reaches its last token, or a row a token with ``all_rows``.
     """
-    for sequence, _ in scheduled:  # the same blocks in every group of layers
-        sequence.block_tables = [sequence.block_table] * len(kv.layout.groups)
+    for sequence, _ in scheduled:
+        if len(sequence.block_tables) == 1:  # the same blocks in every group of layers
+            sequence.block_tables = [sequence.block_table] * len(kv.layout.groups)
     items = [ScheduledSequence(sequence, num_tokens) for sequence, num_tokens in scheduled]
     batch = build_forward_batch(items, kv.block_size, model.device)
     if all_rows:

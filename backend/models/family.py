@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.backend.models.any_config import AnyConfig
 from shoal.backend.models.gguf_config import GgufDescription
 from shoal.backend.models.model_config import ModelConfig
 
@@ -26,5 +27,5 @@ class Family:
     """One family of models. ``hf`` by architecture in config.json, ``gguf`` by GGUF's name."""
 
     name: str
-    hf: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]]
+    hf: Mapping[str, Callable[[Mapping[str, Any]], AnyConfig]]
     gguf: Mapping[str, GgufForm] = field(default_factory=dict)

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.backend.engine_config import ConfigError
+from shoal.backend.models.any_config import AnyConfig
 from shoal.backend.models.config_values import or_default, required
 from shoal.backend.models.families.gemma3 import GEMMA3
+from shoal.backend.models.families.gemma4 import GEMMA4
 from shoal.backend.models.families.llama import LLAMA, MISTRAL, SMOLLM3
 from shoal.backend.models.families.mixtral import MIXTRAL
 from shoal.backend.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -17,7 +19,7 @@ from shoal.backend.models.model_config import ModelConfig
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (LLAMA, SMOLLM3, MISTRAL, QWEN2, QWEN3, GEMMA3, QWEN3_MOE, MIXTRAL)
+    for family in (LLAMA, SMOLLM3, MISTRAL, QWEN2, QWEN3, GEMMA3, GEMMA4, QWEN3_MOE, MIXTRAL)
 }
 _HF_READERS = {
     architecture: read for family in FAMILIES.values() for architecture, read in family.hf.items()
@@ -39,7 +41,7 @@ def gguf_architectures() -> tuple[str, ...]:
 
 def config_from_hf(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-) -> ModelConfig:
+) -> AnyConfig:
     """Read a decoded ``config.json``; EOS ids come from ``generation_config.json`` as well.
 
     Raises ConfigError, naming the field, or saying which architectures can run.
@@ -55,7 +57,9 @@ def config_from_hf(
         )
     if config.get("quantization_config") is not None:
         raise ConfigError("quantization_config: quantised safetensors are not supported; use GGUF.")
-    return replace(read(config), eos_token_ids=token_ids(config, generation_config or {}))
+    text = config.get("text_config")  # of a model that sees images too
+    configs = (config, text if isinstance(text, Mapping) else {}, generation_config or {})
+    return replace(read(config), eos_token_ids=token_ids(*configs))
 
 
 def config_from_gguf(

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.models.decoder import Decoder
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.any_config import AnyConfig
+from shoal.backend.models.build import AnyModel, build_model, is_unneeded, weight_shapes
 from shoal.backend.quantization.plan import plan_formats
 from shoal.backend.quantization.schemes import SCHEMES
 from shoal.backend.weights.gguf import GgufCheckpoint
@@ -22,8 +22,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: Decoder
-    config: ModelConfig
+    model: AnyModel
+    config: AnyConfig
 
 
 def load_model(
@@ -41,11 +41,11 @@ def load_model(
     """
     source = open_checkpoint(path)
     config = source.config
-    shapes = Decoder.weight_shapes(config)
+    shapes = weight_shapes(config)
     _check_tensors(source, shapes, config)
     formats = plan_formats(shapes, quantization)
     tensors = _load_tensors(source, list(shapes), formats, dtype, device, progress or _ignore)
-    return LoadedModel(Decoder(config, tensors), config)
+    return LoadedModel(build_model(config, tensors), config)
 
 
 def open_checkpoint(path: Path) -> GgufCheckpoint | SafetensorsCheckpoint:
@@ -63,7 +63,7 @@ def open_checkpoint(path: Path) -> GgufCheckpoint | SafetensorsCheckpoint:
 
 
 def _check_tensors(
-    source: TensorSource, shapes: dict[str, tuple[int, ...]], config: ModelConfig
+    source: TensorSource, shapes: dict[str, tuple[int, ...]], config: AnyConfig
 ) -> None:
     names = source.names()
     for name, shape in shapes.items():
@@ -75,14 +75,8 @@ def _check_tensors(
                 f"but the config asks for {list(shape)}."
             )
     for name in sorted(names - shapes.keys()):
-        if not _is_redundant(name, config):
+        if not is_unneeded(name, config):
             raise ConfigError(f"{source.where(name)} belongs to no part of this model.")
-
-
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints repeat although the config determines them."""
-    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
-    return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def _load_tensors(

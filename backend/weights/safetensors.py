@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.any_config import AnyConfig
 from shoal.backend.models.registry import config_from_hf
 
 _INDEX = "model.safetensors.index.json"
@@ -65,7 +65,7 @@ class SafetensorsCheckpoint:
             self._file_names[name] = path.name
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def _read_config(folder: Path) -> AnyConfig:
     config = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else None
