@@ -10,6 +10,7 @@ import torch
 from shoal.backend.engine import Engine, EngineLimits
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
+from shoal.backend.kv_layout import KVLayout
 from shoal.backend.kv_sizing import KVSize, size_kv_cache
 from shoal.backend.machine import available_memory, num_usable_cpus
 from shoal.backend.memory_watch import make_memory_watch
@@ -33,6 +34,7 @@ from shoal.scheduler.prefix_tree import PrefixTree
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.window_blocks import WindowBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
         device=device.type,
         kernels="native" if native else "reference",
     )
-    scheduler = _make_scheduler(config, size)
+    scheduler = _make_scheduler(config, size, loaded.config.kv_layout)
     return Engine(scheduler, runner, _limits(ready), step_log, guard), ready
 
 
@@ -162,14 +164,21 @@ def _make_kv_cache(
     return size, PagedKVCache(layout, size.cache_blocks, config.block_size, dtype, device)
 
 
-def _make_scheduler(config: EngineConfig, size: KVSize) -> Scheduler:
+def _make_scheduler(config: EngineConfig, size: KVSize, layout: KVLayout) -> Scheduler:
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=size.max_model_len,
     )
     tree = _make_prefix_tree(config, size.num_blocks) if config.prefix_caching else None
-    return Scheduler(limits, KVCacheManager(BlockPool(size.num_blocks, config.block_size), tree))
+    windows = [
+        WindowBlocks(BlockPool(num_blocks, config.block_size, first_id=1), window, group)
+        for group, (window, num_blocks) in enumerate(
+            zip(layout.windows, size.window_blocks, strict=True), start=1
+        )
+    ]
+    pool = BlockPool(size.num_blocks, config.block_size)
+    return Scheduler(limits, KVCacheManager(pool, tree, windows))
 
 
 def _make_prefix_tree(config: EngineConfig, num_blocks: int) -> PrefixTree:

@@ -10,19 +10,25 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class BlockPool:
-    """Block ids ``0 … num_blocks - 1``, each free or held by ``ref_count`` holders.
+    """``num_blocks`` block ids from ``first_id`` on, each free or held by ``ref_count`` holders.
 
     The free list is first in, first out, so that a freed block keeps its contents as long as
     possible: a prefix cache may then find them again.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, first_id: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError("num_blocks and block_size must be at least 1.")
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens
-        self._free: deque[int] = deque(range(num_blocks))
-        self._ref_counts = [0] * num_blocks
+        self.first_id = first_id
+        self._free: deque[int] = deque(self.block_ids)
+        self._ref_counts = [0] * (first_id + num_blocks)
+
+    @property
+    def block_ids(self) -> range:
+        """All ids, free or not."""
+        return range(self.first_id, self.first_id + self.num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -57,6 +63,6 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Assert that the free list holds each block without holders, once, and no other."""
-        unheld = [block_id for block_id, count in enumerate(self._ref_counts) if count == 0]
+        unheld = [block_id for block_id in self.block_ids if self._ref_counts[block_id] == 0]
         assert sorted(self._free) == unheld, "free list and ref counts disagree"
         assert all(count >= 0 for count in self._ref_counts)

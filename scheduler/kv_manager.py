@@ -1,12 +1,13 @@
 """Gives sequences the KV blocks that their tokens need, and takes them back."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as SequenceOf
 from dataclasses import dataclass
 
 from shoal.scheduler.block_pool import BlockPool, num_blocks_for
 from shoal.scheduler.prefix_tree import PrefixLock, PrefixMatch, PrefixTree
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.window_blocks import WindowBlocks
 
 
 @dataclass(slots=True)
@@ -30,12 +31,22 @@ class KVCacheManager:
 
     A block in use has one holder in the pool: the tree or a sequence. Only computed full blocks
     enter the tree; those that nobody has locked count as free, as they are evicted on demand.
+
+    All this is of the first KV group; ``windows`` are the others. Their pools never run out while
+    no more than ``max_num_running`` sequences run, so the first group's blocks are what counts.
     """
 
-    def __init__(self, pool: BlockPool, prefix_tree: PrefixTree | None = None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        prefix_tree: PrefixTree | None = None,
+        windows: SequenceOf[WindowBlocks] = (),
+    ) -> None:
         assert prefix_tree is None or prefix_tree.block_size == pool.block_size
+        assert all(window.pool.block_size == pool.block_size for window in windows)
         self.pool = pool
         self.prefix_tree = prefix_tree
+        self.windows = tuple(windows)
         self._shared: dict[int, _Shared] = {}  # by seq_id
 
     @property
@@ -57,6 +68,14 @@ class KVCacheManager:
         """The longest sequence that the whole pool can hold."""
         return self.pool.num_blocks * self.pool.block_size
 
+    def max_num_running(self, max_num_batched_tokens: int) -> int | None:
+        """How many sequences may run so that no window's pool runs out; None: any number."""
+        limits = [
+            window.max_num_running(self.pool.num_blocks, max_num_batched_tokens)
+            for window in self.windows
+        ]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """How many blocks the table lacks to hold the sequence's first ``num_tokens`` tokens."""
         return max(0, num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table))
@@ -72,8 +91,15 @@ class KVCacheManager:
         match = self.prefix_tree.match(
             sequence.cache_salt, sequence.token_ids, sequence.num_tokens - 1
         )
+        num_blocks = self._num_usable(match.block_ids)
+        if num_blocks < len(match.block_ids):
+            match = self.prefix_tree.match(
+                sequence.cache_salt, sequence.token_ids, num_blocks * self.block_size
+            )
         if match.num_tokens:
             self._share(sequence, match)
+            for window in self.windows:
+                window.attach(sequence, match.block_ids)
             sequence.num_computed_tokens = match.num_tokens
 
     def publish_prefix(self, sequence: Sequence, finished: bool = False) -> None:
@@ -94,6 +120,18 @@ class KVCacheManager:
         if before is not None:
             self.prefix_tree.unlock(before.lock)
         self.pool.free(result.duplicate_block_ids)
+        for window in self.windows:
+            window.publish(sequence, result.match.block_ids)
+
+    def drop_behind_windows(self, sequence: Sequence) -> None:
+        """Give up what no token still to be computed can see. Of a prompt it stays cached, as
+        another prompt may branch off there."""
+        if not any(window.has_droppable(sequence) for window in self.windows):
+            return
+        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            self.publish_prefix(sequence)
+        for window in self.windows:
+            window.drop_behind(sequence)
 
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int) -> list[int] | None:
         """Extend the block table for the next tokens to compute.
@@ -104,11 +142,15 @@ class KVCacheManager:
         num_blocks = self.num_missing_blocks(sequence, num_tokens)
         if num_blocks > self.num_free_blocks:
             return None
-        if self.prefix_tree is not None and num_blocks > self.pool.num_free:
-            self.pool.free(self.prefix_tree.evict(num_blocks - self.pool.num_free))
+        if not all(window.make_room(num_blocks) for window in self.windows):
+            return None
+        if num_blocks > self.pool.num_free:
+            self._evict(num_blocks - self.pool.num_free)
         blocks = self.pool.allocate(num_blocks)
         assert blocks is not None, "the tree evicted fewer blocks than it offered"
         sequence.block_table.extend(blocks)
+        for window in self.windows:
+            window.extend(sequence, num_blocks)
         return blocks
 
     def free(self, sequence: Sequence, cache: bool = True, finished: bool = False) -> None:
@@ -127,6 +169,8 @@ class KVCacheManager:
         # Last block first: the head of a prompt is the likeliest to be asked for again.
         self.pool.free(reversed(sequence.block_table[num_shared:]))
         sequence.block_table.clear()
+        for window in self.windows:
+            window.release(sequence)
 
     def slot_mapping(self, sequence: Sequence, num_new_tokens: int) -> list[int]:
         """Slots of the next ``num_new_tokens`` tokens to compute, in order."""
@@ -137,8 +181,9 @@ class KVCacheManager:
             for position in range(start, start + num_new_tokens)
         ]
 
-    def check_integrity(self, live_sequences: Iterable[Sequence]) -> None:
-        """Assert that tree and tables account for every block: free + cached + own = total."""
+    def check_integrity(self, holding: SequenceOf[Sequence]) -> None:
+        """Assert that the tree and these sequences account for every block: free + cached + own =
+        total."""
         self.pool.check_integrity()
         tree_blocks: set[int] = set()
         if self.prefix_tree is not None:
@@ -146,7 +191,7 @@ class KVCacheManager:
             tree_blocks = set(self.prefix_tree.block_ids())
         holders: Counter[int] = Counter(tree_blocks)
         sharing = set(self._shared)
-        for sequence in live_sequences:
+        for sequence in holding:
             table = sequence.block_table
             shared = self._shared.get(sequence.seq_id)
             num_shared = shared.num_blocks if shared else 0
@@ -157,12 +202,31 @@ class KVCacheManager:
             assert tree_blocks.issuperset(table[:num_shared])
             holders.update(table[num_shared:])
         assert not sharing, f"finished sequences {sharing} still lock the tree"
-        for block_id in range(self.pool.num_blocks):
+        for block_id in self.pool.block_ids:
             assert self.pool.ref_count(block_id) == holders[block_id], f"block {block_id} leaked"
+        for window in self.windows:
+            window.check_integrity(holding, tree_blocks)
 
     @property
     def _num_evictable(self) -> int:
         return self.prefix_tree.num_evictable if self.prefix_tree else 0
+
+    def _num_usable(self, tree_blocks: SequenceOf[int]) -> int:
+        """The most of these blocks after which every window finds what it needs."""
+        num_blocks = len(tree_blocks)
+        before = -1
+        while num_blocks != before:
+            before = num_blocks
+            for window in self.windows:
+                num_blocks = window.num_usable(tree_blocks, num_blocks)
+        return num_blocks
+
+    def _evict(self, num_blocks: int) -> None:
+        assert self.prefix_tree is not None
+        evicted = self.prefix_tree.evict(num_blocks)
+        for window in self.windows:
+            window.forget(evicted)
+        self.pool.free(evicted)
 
     def _share(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Lock the matched path and make its blocks the beginning of the sequence's table."""

@@ -58,8 +58,14 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         if config.max_model_len > kv.max_num_tokens:
             raise ValueError(f"max_model_len must be at most {kv.max_num_tokens}: the KV pool.")
+        most_running = kv.max_num_running(config.max_num_batched_tokens)
+        if most_running == 0:
+            raise ValueError(
+                "The pool of a sliding window cannot hold a window and a step's tokens."
+            )
         self.config = config
         self.kv = kv
+        self._max_num_running = min(config.max_num_seqs, most_running or config.max_num_seqs)
         self.num_preemptions = 0
         self.limits = StepLimits(config.max_num_batched_tokens)  # lower while memory is short
         self._turn = 0
@@ -105,6 +111,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step and allocate its blocks. Empty only when nothing is live."""
+        if self.kv.windows:
+            for sequence in self._running:
+                self.kv.drop_behind_windows(sequence)
         self._admit_waiting()
         num_tokens = self._share_budget()
         preempted = self._allocate(num_tokens)
@@ -142,7 +151,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that lists, statuses, limits and blocks agree. For tests; costs O(blocks)."""
-        assert len(self._running) <= self.config.max_num_seqs
+        assert len(self._running) <= self._max_num_running
         members = [*self._running, *self._waiting]
         assert len(members) == len(self._live)
         for sequence in members:
@@ -152,14 +161,14 @@ class Scheduler:
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running)
         for sequence in self._waiting:
             assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
-            assert not sequence.block_table
-        self.kv.check_integrity(members)
+            assert not any(sequence.block_tables)
+        self.kv.check_integrity(self._running)
 
     def _admit_waiting(self) -> None:
         spare = self.kv.num_free_blocks - sum(
             self.kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self._running
         )
-        while self._waiting and len(self._running) < self.config.max_num_seqs:
+        while self._waiting and len(self._running) < self._max_num_running:
             if self._running and not self.limits.admits:
                 return
             sequence = self._waiting[0]

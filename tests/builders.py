@@ -1,17 +1,19 @@
 """Builders of scheduler objects for tests, and a step without a model."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.scheduler.block_pool import BlockPool
 from shoal.scheduler.eviction import EvictionPolicy
 from shoal.scheduler.kv_manager import KVCacheManager
-from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
+from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput, StepOutput
 from shoal.scheduler.prefix_tree import PrefixTree
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.window_blocks import WindowBlocks
 
 EOS = 2
 
@@ -58,16 +60,21 @@ def make_scheduler(
     max_num_batched_tokens: int = 512,
     max_model_len: int | None = None,
     prefix_eviction: EvictionPolicy | None = None,
+    windows: SequenceOf[tuple[int, int]] = (),
 ) -> Scheduler:
-    """A scheduler over a new pool; by default a sequence may fill the whole pool, and
-    nothing is cached."""
+    """A scheduler over new pools; by default a sequence may fill the whole pool, and
+    nothing is cached. ``windows``: window and number of blocks of further KV groups."""
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len or num_blocks * block_size,
     )
     tree = PrefixTree(block_size, prefix_eviction) if prefix_eviction else None
-    return Scheduler(config, KVCacheManager(BlockPool(num_blocks, block_size), tree))
+    window_blocks = [
+        WindowBlocks(BlockPool(count, block_size, first_id=1), window, group)
+        for group, (window, count) in enumerate(windows, start=1)
+    ]
+    return Scheduler(config, KVCacheManager(BlockPool(num_blocks, block_size), tree, window_blocks))
 
 
 @dataclass(frozen=True)
@@ -87,25 +94,41 @@ class FakeKVContents:
     """What a model would have left in each slot: the whole prefix that its KV depends on."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, tuple[bytes, int]] = {}
+        self._slots: dict[tuple[int, int], tuple[bytes, int]] = {}  # by group and slot
 
     def run(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Check that each sequence finds its own prefix in its slots; write what it computes."""
         for item in output.scheduled:
-            sequence, kv = item.sequence, scheduler.kv
-            prefix = hash(sequence.cache_salt)
-            num_known = sequence.num_computed_tokens + item.num_tokens
-            for position, token_id in enumerate(sequence.token_ids[:num_known]):
-                prefix = hash((prefix, token_id))
-                block_id = sequence.block_table[position // kv.block_size]
-                slot = block_id * kv.block_size + position % kv.block_size
-                if position < sequence.num_computed_tokens:
-                    found = self._slots.get(slot)
-                    assert found == (sequence.cache_salt, prefix), (
-                        f"sequence {sequence.seq_id} reads a wrong slot at position {position}"
-                    )
-                else:
-                    self._slots[slot] = (sequence.cache_salt, prefix)
+            for group, table in enumerate(item.sequence.block_tables):
+                windows = scheduler.kv.windows
+                window = windows[group - 1].window if group else None
+                self._run_group(item, group, table, window, scheduler.kv.block_size)
+
+    def _run_group(
+        self,
+        item: ScheduledSequence,
+        group: int,
+        table: list[int],
+        window: int | None,
+        block_size: int,
+    ) -> None:
+        sequence = item.sequence
+        prefix = hash(sequence.cache_salt)
+        num_computed = sequence.num_computed_tokens
+        first_seen = 0 if window is None else num_computed - window + 1
+        for position, token_id in enumerate(sequence.token_ids[: num_computed + item.num_tokens]):
+            prefix = hash((prefix, token_id))
+            if position < first_seen:
+                continue
+            slot = (group, table[position // block_size] * block_size + position % block_size)
+            if position >= num_computed:
+                assert group == 0 or slot[1] >= block_size, "a hole was written to"
+                self._slots[slot] = (sequence.cache_salt, prefix)
+                continue
+            found = self._slots.get(slot)
+            assert found == (sequence.cache_salt, prefix), (
+                f"sequence {sequence.seq_id} reads a wrong slot at position {position}"
+            )
 
 
 def run_step(

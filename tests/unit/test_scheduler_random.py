@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from builders import FakeKVContents, Step, fake_token, make_scheduler, make_sequence, run_step
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shoal.scheduler.eviction import LfuPolicy, LruPolicy, ReusePolicy
 from shoal.scheduler.scheduler import Scheduler
 from shoal.scheduler.sequence import FinishReason, Sequence
+from shoal.scheduler.window_blocks import most_window_blocks
 
 
 @dataclass
@@ -53,18 +55,31 @@ def small_reuse() -> ReusePolicy:
 EVICTIONS = {"none": lambda: None, "lru": LruPolicy, "lfu": LfuPolicy, "reuse": small_reuse}
 
 
+def draw_limits(rng: random.Random) -> dict[str, Any]:
+    """Limits, and up to two windowed groups, with pools for any use or just for one sequence."""
+    num_blocks = rng.choice([6, 20, 60])
+    block_size = rng.choice([1, 4, 16])
+    budget = rng.choice([16, 64, 512])
+    windows = []
+    for _ in range(rng.choice([0, 1, 2])):
+        window = rng.randint(1, 3 * block_size)
+        fewest = most_window_blocks(window, block_size, 1, budget)
+        windows.append((window, rng.choice([num_blocks, min(fewest, num_blocks)])))
+    return {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_num_seqs": rng.choice([1, 4, 16]),
+        "max_num_batched_tokens": budget,
+        "windows": windows,
+    }
+
+
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_workload(seed: int, eviction: str) -> None:
     rng = random.Random(seed)
     contents = FakeKVContents()
-    scheduler = make_scheduler(
-        prefix_eviction=EVICTIONS[eviction](),
-        num_blocks=rng.choice([6, 20, 60]),
-        block_size=rng.choice([1, 4, 16]),
-        max_num_seqs=rng.choice([1, 4, 16]),
-        max_num_batched_tokens=rng.choice([16, 64, 512]),
-    )
+    scheduler = make_scheduler(prefix_eviction=EVICTIONS[eviction](), **draw_limits(rng))
     longest = scheduler.config.max_model_len
     ledger = Ledger()
     for _ in range(600):
@@ -103,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """A tiny pool and budget, so that hypothesis reaches every corner in few moves."""
 
     eviction = "none"
+    windows: tuple[tuple[int, int], ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=3,
             max_num_batched_tokens=4,
             prefix_eviction=EVICTIONS[self.eviction](),
+            windows=self.windows,
         )
         self.contents = FakeKVContents()
         self.ledger = Ledger()
@@ -162,8 +179,15 @@ class CachingSchedulerMachine(SchedulerMachine):
     eviction = "reuse"
 
 
+class HybridSchedulerMachine(SchedulerMachine):
+    eviction = "reuse"
+    windows = ((3, 5), (5, 5))
+
+
 _SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 SchedulerMachine.TestCase.settings = _SETTINGS
 CachingSchedulerMachine.TestCase.settings = _SETTINGS
+HybridSchedulerMachine.TestCase.settings = _SETTINGS
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestCachingSchedulerMachine = CachingSchedulerMachine.TestCase
+TestHybridSchedulerMachine = HybridSchedulerMachine.TestCase
