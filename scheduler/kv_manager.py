@@ -1,7 +1,7 @@
 """Gives sequences the KV blocks that their tokens need, and takes them back."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from shoal.scheduler.block_pool import BlockPool, num_blocks_for

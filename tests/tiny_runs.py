@@ -6,6 +6,7 @@ import torch
 from builders import make_scheduler
 
 from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.kv_layout import KVLayout
 from shoal.backend.model_runner import ModelRunner
 from shoal.scheduler.scheduler import Scheduler
 
@@ -22,11 +23,21 @@ class Texts:
     scheduler: Scheduler
 
 
+def make_kv_cache(layout: KVLayout, scheduler: Scheduler, fill: float = 0.0) -> PagedKVCache:
+    """Memory for the scheduler's pools, and block 0 of windowed groups."""
+    pools = [scheduler.kv.pool, *(window.pool for window in scheduler.kv.windows)]
+    num_blocks = [pool.block_ids.stop for pool in pools]
+    kv = PagedKVCache(layout, num_blocks, BLOCK_SIZE, torch.float32)
+    for layer_idx in range(kv.num_layers):
+        kv.keys(layer_idx).fill_(fill)
+        kv.values(layer_idx).fill_(fill)
+    return kv
+
+
 def generate(loaded, sequences, *, model=None, guard=None, **scheduler_options) -> Texts:
     """Run to the end. ``model`` stands in for the loaded one."""
     scheduler = make_scheduler(block_size=BLOCK_SIZE, **scheduler_options)
-    layout = loaded.config.kv_layout
-    kv = PagedKVCache(layout, [scheduler.free_blocks], BLOCK_SIZE, torch.float32)
+    kv = make_kv_cache(loaded.config.kv_layout, scheduler)
     runner = ModelRunner(model or loaded.model, kv, CPU, guard)
     failed: dict[int, str] = {}
     for sequence in sequences:
