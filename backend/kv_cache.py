@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from shoal.backend.kv_layout import KVLayout
+from shoal.kernels.layer_cache import LayerCache
 
 
 def bytes_per_block(layout: KVLayout, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -68,3 +69,7 @@ class PagedKVCache:
     def values(self, layer_idx: int) -> torch.Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim], written in place by the kernels."""
         return self._values[layer_idx]
+
+    def layer(self, layer_idx: int) -> LayerCache:
+        """All that is kept for a layer."""
+        return LayerCache(self._keys[layer_idx], self._values[layer_idx])

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import torch
 
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.native_build import NativeBuildError, Notify, build_library
+from shoal.kernels.native_heads import (
+    STORED_IDS,
+    AttentionHeads,
+    BatchArguments,
+    CacheArguments,
+    HeadNorms,
+    NewKeys,
+    PlanHeads,
+    check_cache,
+)
 
 TYPE_IDS = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 32  # columns of a packed panel
@@ -32,12 +43,12 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "shoal_rms_norm": (None, [_Int, _Pointer, _Pointer, _Float, _Size, _Size, _Pointer]),
     "shoal_rotate_and_write": (
         _Int,
-        [_Int, *[_Pointer] * 4, *[_Size] * 4, *[_Pointer] * 3],
+        [_Int, *[_Pointer] * 3, _Float, _Pointer, _Size, *[_Pointer] * 3],
     ),
-    "shoal_attention": (_Int, [_Int, _Int, *[_Pointer] * 6, *[_Size] * 6, _Float, *[_Pointer] * 2]),
+    "shoal_attention": (_Int, [_Int, _Int, *[_Pointer] * 6]),
     "shoal_plan_create": (
         _Pointer,
-        [_Int, _Size, _Size, _Size, _Pointer, _Size, _Pointer, _Size],
+        [_Int, _Pointer, _Size, _Pointer, _Size, _Pointer, _Size],
     ),
     "shoal_plan_run": (_Int, [_Pointer, _Pointer]),
     "shoal_plan_destroy": (None, [_Pointer]),
@@ -209,31 +220,36 @@ class NativeLibrary:
         positions: torch.Tensor,
         inv_freq: torch.Tensor,
         slot_mapping: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        cache: LayerCache,
+        heads: AttentionHeads,
+        dtype: torch.dtype,
+        norms: HeadNorms | None = None,
+        new_keys: NewKeys = NewKeys.OWN,
+        factor: float = 1.0,
     ) -> torch.Tensor:
-        """Rotate queries and keys; write keys and values to the caches; return the queries.
+        """Norm and rotate queries and keys; write keys and values to the cache; return the queries.
 
-        ``qkv`` float32 [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. Returns
-        [num_tokens, num_heads, head_dim] in the caches' dtype.
+        ``qkv`` float32 [num_tokens, as ``new_keys`` says]. The first 2 * len(inv_freq) features of
+        a head are rotated, with cosines and sines times ``factor``. Returns [num_tokens, num_heads,
+        head_dim] in ``dtype``.
         """
-        num_tokens, (num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape[2:]
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        query = torch.empty(num_tokens, num_heads, head_dim, dtype=key_cache.dtype)
+        check_cache(cache, dtype)
+        num_tokens = qkv.shape[0]
+        query = torch.empty(num_tokens, heads.num_heads, heads.head_dim, dtype=dtype)
+        plan_heads = PlanHeads.of(heads, 2 * len(inv_freq), norms, new_keys)
+        cache_arguments = _cache_arguments(cache)
         _check_code(
             self.functions.shoal_rotate_and_write(
-                TYPE_IDS[key_cache.dtype],
+                TYPE_IDS[dtype],
                 pointer(qkv, torch.float32),
                 pointer(positions, torch.int64),
                 pointer(inv_freq, torch.float32),
+                factor,
                 pointer(slot_mapping, torch.int64),
                 num_tokens,
-                num_heads,
-                num_kv_heads,
-                head_dim,
+                ctypes.addressof(plan_heads),
                 pointer(query),
-                pointer(key_cache),
-                pointer(value_cache),
+                ctypes.addressof(cache_arguments),
             )
         )
         return query
@@ -241,12 +257,11 @@ class NativeLibrary:
     def paged_attention(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        cache: LayerCache,
         block_tables: torch.Tensor,
         query_lens: list[int],
         context_lens: list[int],
-        scale: float,
+        heads: AttentionHeads,
         block_mass: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention as the reference's ``paged_attention``; returns the query's shape.
@@ -254,28 +269,41 @@ class NativeLibrary:
         To ``block_mass``, int64 [num_seqs, max_blocks], is added the attention that each block got,
         over this call's queries and heads, in units of 1 / ``MASS_ONE``.
         """
+        check_cache(cache, query.dtype)
+        assert query.shape[1:] == (heads.num_heads, heads.head_dim)
         out = torch.empty_like(query)
         lens = torch.tensor([query_lens, context_lens], dtype=torch.int64)
+        plan_heads, cache_arguments = PlanHeads.of(heads), _cache_arguments(cache)
+        batch = BatchArguments(
+            *block_tables.shape,
+            cache.block_size,
+            pointer(block_tables, torch.int64),
+            pointer(lens[0]),
+            pointer(lens[1]),
+        )
         _check_code(
             self.functions.shoal_attention(
                 TYPE_IDS[query.dtype],
                 torch.get_num_threads(),
-                pointer(query, key_cache.dtype),
-                pointer(key_cache),
-                pointer(value_cache),
-                pointer(block_tables, torch.int64),
-                pointer(lens[0]),
-                pointer(lens[1]),
-                *block_tables.shape,
-                key_cache.shape[1],
-                query.shape[1],
-                *key_cache.shape[2:],
-                scale,
+                pointer(query),
+                ctypes.addressof(cache_arguments),
+                ctypes.addressof(batch),
+                ctypes.addressof(plan_heads),
                 pointer(out),
                 pointer(block_mass, torch.int64),
             )
         )
         return out
+
+
+def _cache_arguments(cache: LayerCache) -> CacheArguments:
+    return CacheArguments(
+        STORED_IDS[cache.keys.dtype],
+        pointer(cache.keys),
+        pointer(cache.values),
+        pointer(cache.key_scales, torch.float32),
+        pointer(cache.value_scales, torch.float32),
+    )
 
 
 def pointer(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> int | None:

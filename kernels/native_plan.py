@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shoal.kernels.native_heads import AttentionHeads, HeadNorms, NewKeys, PlanHeads
 from shoal.kernels.native_library import (
     TYPE_IDS,
     Epilogue,
@@ -44,6 +45,8 @@ class _Op(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("scalar", ctypes.c_float),
         ("packed", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
 
 
@@ -55,24 +58,36 @@ class _Buffer(ctypes.Structure):
     ]
 
 
+class StepGroup(ctypes.Structure):
+    """Layers that share block tables."""
+
+    _fields_ = [
+        ("max_blocks", ctypes.c_int64),
+        ("block_tables", ctypes.c_void_p),
+        ("slot_mapping", ctypes.c_void_p),
+    ]
+
+
 _STEP_SIZES = (
     "num_tokens",
     "num_seqs",
     "num_samples",
-    "max_blocks",
     "block_size",
     "num_threads",
+    "stored",
 )
 _STEP_POINTERS = (
     "input_ids",
     "positions",
-    "slot_mapping",
-    "block_tables",
     "query_lens",
     "context_lens",
     "logits_indices",
+    "groups",
+    "layer_groups",
     "key_caches",
     "value_caches",
+    "key_scales",
+    "value_scales",
     "logits",
     "block_mass",
 )
@@ -94,17 +109,10 @@ class PlanBuilder:
     what enters a product is of the model's dtype.
     """
 
-    def __init__(
-        self,
-        library: NativeLibrary,
-        dtype: torch.dtype,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-    ) -> None:
+    def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
         self._library = library
         self._dtype = dtype
-        self._heads = (num_heads, num_kv_heads, head_dim)
+        self._heads: list[PlanHeads] = []
         self._ops: list[_Op] = []
         self._buffers: list[_Buffer] = []
         self._weights: list[torch.Tensor] = []  # kept alive for the plan
@@ -120,9 +128,15 @@ class PlanBuilder:
         tensor = weight.weight if isinstance(weight, PackedLinear) else weight
         self._add(OpKind.EMBED, out=out, weight=self._keep(tensor), packed=packed)
 
-    def rotary_angles(self, inv_freq: torch.Tensor, out: int) -> None:
-        """Cosines and sines of the tokens' positions: rows of head_dim float32."""
-        self._add(OpKind.ROTARY_ANGLES, out=out, weight=self._keep(inv_freq.float()))
+    def rotary_angles(self, inv_freq: torch.Tensor, out: int, factor: float = 1.0) -> None:
+        """Cosines and sines of the tokens' positions: rows of 2 * len(inv_freq) float32."""
+        self._add(
+            OpKind.ROTARY_ANGLES,
+            out=out,
+            weight=self._keep(inv_freq.float()),
+            k=len(inv_freq),
+            scalar=factor,
+        )
 
     def rms_norm(self, states: int, weight: torch.Tensor, eps: float, out: int) -> None:
         self._add(
@@ -144,16 +158,42 @@ class PlanBuilder:
         """The last product, of the selected rows, into the step's logits."""
         self._linear(OpKind.LOGITS, packed, in_=states)
 
-    def rotate_and_write(self, qkv: int, angles: int, layer_idx: int, out: int) -> None:
-        """Rotated queries to ``out``; rotated keys, and values, to the layer's cache."""
-        self._add(OpKind.ROTATE_AND_WRITE, in_=qkv, in2=angles, out=out, layer=layer_idx)
+    def rotate_and_write(
+        self,
+        qkv: int,
+        angles: int | None,
+        layer_idx: int,
+        heads: AttentionHeads,
+        out: int,
+        norms: HeadNorms | None = None,
+        new_keys: NewKeys = NewKeys.OWN,
+    ) -> None:
+        """Normed and rotated queries to ``out``; keys and values to the layer's cache.
 
-    def attention(self, query: int, layer_idx: int, scale: float, out: int) -> None:
-        self._add(OpKind.ATTENTION, in_=query, out=out, layer=layer_idx, scalar=scale)
+        The buffer ``angles`` is as wide as what is rotated of a head; None: nothing is.
+        """
+        rotary_dim = 0 if angles is None else self._buffers[angles].width
+        kept = norms and HeadNorms(
+            norms.eps, self._keep_norm(norms.query), self._keep_norm(norms.key), norms.value
+        )
+        self._heads.append(PlanHeads.of(heads, rotary_dim, kept, new_keys))
+        self._add(
+            OpKind.ROTATE_AND_WRITE,
+            in_=qkv,
+            in2=-1 if angles is None else angles,
+            out=out,
+            layer=layer_idx,
+            heads=len(self._heads) - 1,
+        )
+
+    def attention(self, query: int, layer_idx: int, heads: AttentionHeads, out: int) -> None:
+        """Attend over the layer's cache."""
+        self._heads.append(PlanHeads.of(heads))
+        self._add(OpKind.ATTENTION, in_=query, out=out, layer=layer_idx, heads=len(self._heads) - 1)
 
     def build(self) -> "NativePlan":
         return NativePlan(
-            self._library, self._dtype, self._heads, self._ops, self._buffers, self._weights
+            self._library, self._dtype, self._ops, self._buffers, self._heads, self._weights
         )
 
     def _linear(self, kind: OpKind, packed: PackedLinear, **fields: Any) -> None:
@@ -165,6 +205,13 @@ class PlanBuilder:
             k=packed.in_features,
             **fields,
         )
+
+    def _keep_norm(self, weight: torch.Tensor | None) -> torch.Tensor | None:
+        if weight is None:
+            return None
+        kept = weight.float().contiguous()
+        self._keep(kept)
+        return kept
 
     def _keep(self, tensor: torch.Tensor) -> int | None:
         tensor = tensor.contiguous()
@@ -185,20 +232,21 @@ class NativePlan:
         self,
         library: NativeLibrary,
         dtype: torch.dtype,
-        heads: tuple[int, int, int],
         ops: list[_Op],
         buffers: list[_Buffer],
+        heads: list[PlanHeads],
         weights: list[torch.Tensor],
     ) -> None:
         self._functions = library.functions
         self._weights = weights
         self._handle = self._functions.shoal_plan_create(
             TYPE_IDS[dtype],
-            *heads,
             (_Op * len(ops))(*ops),
             len(ops),
             (_Buffer * len(buffers))(*buffers),
             len(buffers),
+            (PlanHeads * len(heads))(*heads),
+            len(heads),
         )
         if not self._handle:
             raise MemoryError("the native kernels ran out of memory")

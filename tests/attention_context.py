@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.native_heads import AttentionHeads
 from shoal.kernels.native_library import NativeLibrary
 from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
 
@@ -42,12 +44,14 @@ class Context:
         heads: tuple[int, int] = (6, 2),
         head_dim: int = 32,
         block_size: int = 16,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.lengths = lengths
-        self.scale = head_dim**-0.5
+        self.heads = AttentionHeads(*heads, head_dim, head_dim**-0.5, window, softcap)
         width = max(-(-length // block_size) for length in lengths)
-        num_blocks = width * len(lengths)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
+        num_blocks = 1 + width * len(lengths)  # nobody's block 0 stays NaN
+        order = 1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(5))
         self.block_tables = order.view(len(lengths), width)
         self.block_size = block_size
         shape = (num_blocks, block_size, heads[1], head_dim)
@@ -70,14 +74,21 @@ class Context:
         """Attend for tokens begin to end of some sequences: (sequence, begin, end)."""
         return native.paged_attention(
             torch.cat([self.queries[idx][begin:end] for idx, begin, end in ranges]),
-            self.keys,
-            self.values,
-            self.block_tables[[idx for idx, _, _ in ranges]].contiguous(),
+            LayerCache(self.keys, self.values),
+            self.tables(*ranges),
             [end - begin for _, begin, end in ranges],
             [end for _, _, end in ranges],
-            self.scale,
+            self.heads,
             **options,
         )
+
+    def tables(self, *ranges: tuple[int, int, int]) -> torch.Tensor:
+        """Block tables in which blocks that lie before all windows read 0."""
+        tables = self.block_tables[[idx for idx, _, _ in ranges]]
+        if self.heads.window is not None:
+            for row, (_, begin, _) in zip(tables, ranges, strict=True):
+                row[: max(0, begin - self.heads.window + 1) // self.block_size] = 0
+        return tables.contiguous()
 
     def mass_rows(self, *ranges: tuple[int, int, int]) -> torch.Tensor:
         """Room for the block mass of those sequences."""
@@ -87,10 +98,11 @@ class Context:
         self, *ranges: tuple[int, int, int], block_mass: torch.Tensor | None = None
     ) -> torch.Tensor:
         metadata = AttentionMetadata.build(
-            self.block_tables[[idx for idx, _, _ in ranges]],
+            self.tables(*ranges),
             [end - begin for _, begin, end in ranges],
             [end for _, _, end in ranges],
             self.block_size,
+            self.heads.window,
             block_mass=block_mass,
         )
         return paged_attention(
@@ -98,5 +110,6 @@ class Context:
             self.keys.float(),
             self.values.float(),
             metadata,
-            self.scale,
+            self.heads.scale,
+            self.heads.softcap,
         )

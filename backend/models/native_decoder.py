@@ -1,7 +1,5 @@
 """A decoder on the native CPU kernels: ``decoder.py``'s model as one planned call."""
 
-import ctypes
-
 import torch
 
 from shoal.backend.forward_batch import ForwardBatch
@@ -10,8 +8,10 @@ from shoal.backend.models.any_config import AnyConfig
 from shoal.backend.models.decoder import Decoder, DecoderLayer, make_rotaries
 from shoal.backend.models.layers import GatedMLP, Linear
 from shoal.backend.models.model_config import ModelConfig
-from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear, pointer
-from shoal.kernels.native_plan import NativePlan, PlanBuilder, StepArguments
+from shoal.backend.models.native_step import StepBuilder
+from shoal.kernels.native_heads import AttentionHeads
+from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear
+from shoal.kernels.native_plan import NativePlan, PlanBuilder
 from shoal.kernels.quantized_weights import dense, join
 
 
@@ -44,7 +44,7 @@ class NativeDecoder:
         self.dtype = model.dtype
         self.device = torch.device("cpu")
         self._plan = _build_plan(model, library)
-        self._caches = _CachePointers()
+        self._step = StepBuilder(self.dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor:
@@ -53,53 +53,9 @@ class NativeDecoder:
         Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``.
         """
         _check_ids(batch.input_ids, self.config)
-        num_samples = len(batch.logits_indices)
-        logits = torch.empty(num_samples, self.config.vocab_size)
-        lens = torch.tensor([batch.query_lens, batch.context_lens], dtype=torch.int64)
-        self._caches.update(kv, self.dtype)
-        (tables,) = batch.groups
-        num_seqs, max_blocks = tables.block_tables.shape
-        arguments = StepArguments(
-            num_tokens=len(batch.input_ids),
-            num_seqs=num_seqs,
-            num_samples=num_samples,
-            max_blocks=max_blocks,
-            block_size=kv.block_size,
-            num_threads=torch.get_num_threads(),
-            input_ids=pointer(batch.input_ids, torch.int64),
-            positions=pointer(batch.positions, torch.int64),
-            slot_mapping=pointer(tables.slot_mapping, torch.int64),
-            block_tables=pointer(tables.block_tables, torch.int64),
-            query_lens=pointer(lens[0]),
-            context_lens=pointer(lens[1]),
-            logits_indices=pointer(batch.logits_indices, torch.int64),
-            key_caches=self._caches.keys,
-            value_caches=self._caches.values,
-            logits=pointer(logits),
-            block_mass=pointer(batch.block_mass, torch.int64),
-        )
-        self._plan.run(arguments)
+        logits = torch.empty(len(batch.logits_indices), self.config.vocab_size)
+        self._plan.run(self._step.arguments(batch, kv, logits))
         return logits
-
-
-class _CachePointers:
-    """Addresses of each layer's keys and values, gathered once a cache."""
-
-    def __init__(self) -> None:
-        self._cache: PagedKVCache | None = None
-        self.keys = 0
-        self.values = 0
-
-    def update(self, kv: PagedKVCache, dtype: torch.dtype) -> None:
-        if self._cache is kv:
-            return
-        layers = range(kv.num_layers)
-        array = ctypes.c_void_p * kv.num_layers
-        self._key_array = array(*(pointer(kv.keys(idx), dtype) for idx in layers))
-        self._value_array = array(*(pointer(kv.values(idx), dtype) for idx in layers))
-        self.keys = ctypes.addressof(self._key_array)
-        self.values = ctypes.addressof(self._value_array)
-        self._cache = kv
 
 
 def _check_ids(input_ids: torch.Tensor, config: ModelConfig) -> None:
@@ -111,7 +67,7 @@ def _check_ids(input_ids: torch.Tensor, config: ModelConfig) -> None:
 
 def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     config = model.config
-    plan = PlanBuilder(library, model.dtype, config.num_heads, config.num_kv_heads, config.head_dim)
+    plan = PlanBuilder(library, model.dtype)
     embedding, lm_head, norm = model.take_ends()
     (rotary,) = make_rotaries(config, torch.device("cpu")).values()
     packed_head = library.pack_linear(dense(lm_head))
@@ -133,10 +89,13 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     for idx, layer in enumerate(model.take_layers()):
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(mlp, GatedMLP)
+        heads = AttentionHeads(
+            config.num_heads, config.num_kv_heads, config.head_dim, attention.scale
+        )
         plan.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps, out=normed)
         plan.linear(normed, _pack_qkv(library, layer), out=qkv)
-        plan.rotate_and_write(qkv, angles, idx, out=query)
-        plan.attention(query, idx, attention.scale, out=attended)
+        plan.rotate_and_write(qkv, angles, idx, heads, out=query)
+        plan.attention(query, idx, heads, out=attended)
         plan.linear(attended, _pack(library, attention.o_proj), hidden, Epilogue.ADD)
         plan.rms_norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, out=normed)
         gate, up = dense(mlp.gate.weight), dense(mlp.up.weight)

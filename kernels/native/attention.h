@@ -1,21 +1,24 @@
 // Causal attention of a ragged batch, straight over the block table.
 //
-// A sequence's context is walked in spans of 64 positions that start at multiples of 64, with an
-// online softmax. What a query does depends on its own position alone: keys after it weigh exactly
-// 0, so it makes no difference with which other queries it shares a task, nor whether the sequence
-// came in one piece, in chunks or token by token.
+// A sequence's context is walked in spans of 64 cache indices that start at multiples of 64, with
+// an online softmax that begins anew at each multiple of 512 (a split); splits are then merged in
+// ascending order. What a query does depends on its own index alone: keys that it does not see
+// weigh exactly 0, so it makes no difference with which other queries it shares a task, whether one
+// thread or several went through its splits, nor whether the sequence came in one piece, in chunks
+// or token by token.
 #pragma once
 
 #include <limits>
 #include <vector>
 
+#include "key_panels.h"
 #include "rows.h"
 
 namespace shoal {
 
-constexpr int64_t kSpan = 64;
-constexpr int64_t kTaskRows = 48;  // query heads x tokens that share the spans they read
-constexpr double kMassOne = 4294967296.0;  // MASS_ONE of attention_mass.py
+constexpr int64_t kSplit = 512;
+constexpr int64_t kTaskRows = 48;   // query heads x tokens that share the spans they read
+constexpr int64_t kPartialHead = 16;  // floats before a partial row's values: maximum and total
 
 // Sequence i has query_lens[i] new tokens, the last of its context_lens[i].
 struct Batch {
@@ -25,213 +28,166 @@ struct Batch {
   const int64_t* context_lens;
 };
 
-// How much attention each block of a sequence got. Whole numbers: their sum is the same in whatever
-// order the threads add them, and however the queries came to be spread over steps.
-struct BlockMass {
-  int64_t* units = nullptr;  // [num_seqs, max_blocks], in 1 / kMassOne; null: nobody asks
+struct AttentionShape {
+  HeadShape heads;
+  int64_t window;  // a query at p sees (p - window, p]; 0: all up to p
+  float scale;
+  float softcap;  // scores are softcap * tanh(score / softcap); 0: as they are
 
-  void add(int64_t index, int64_t value) const {
-    if (value) __atomic_fetch_add(units + index, value, __ATOMIC_RELAXED);
+  bool same_tasks(const AttentionShape& other) const {
+    return heads.num_heads == other.heads.num_heads && window == other.window &&
+           heads.num_kv_heads == other.heads.num_kv_heads &&
+           heads.head_dim == other.heads.head_dim;
   }
+
+  int64_t padded_dim() const { return (heads.head_dim + kPanel - 1) / kPanel * kPanel; }
 };
 
 // Some neighbouring tokens of one sequence, for the query heads of one key/value head.
 struct AttentionTask {
-  int64_t seq, first_row, first_position, num_tokens, kv_head;
+  int64_t seq, first_row, first_index, num_tokens, kv_head;
+  int64_t first_split, end_split;
+  int64_t partial = -1;  // where the result goes that is yet to be merged; -1: it is whole
+
+  int64_t end() const { return first_index + num_tokens; }
+
+  // The first cache index that the token sees.
+  int64_t lowest(int64_t token, int64_t window) const {
+    return window ? std::max<int64_t>(0, first_index + token - window + 1) : 0;
+  }
+
+  // Tokens first to second see something of begin to end.
+  std::pair<int64_t, int64_t> tokens_that_see(int64_t begin, int64_t end, int64_t window) const {
+    const int64_t first = std::clamp<int64_t>(begin - first_index, 0, num_tokens);
+    const int64_t last =
+        window ? std::clamp<int64_t>(end + window - 1 - first_index, first, num_tokens)
+               : num_tokens;
+    return {first, last};
+  }
+
+  int64_t cost(int64_t window) const { return (end() - lowest(0, window)) * num_tokens; }
 };
 
-inline std::vector<AttentionTask> attention_tasks(const Batch& batch, const HeadShape& heads) {
-  const int64_t group = heads.num_heads / heads.num_kv_heads;
-  const int64_t most = std::max<int64_t>(1, kTaskRows / group);
+struct AttentionWork {
   std::vector<AttentionTask> tasks;
-  int64_t row = 0;
+  std::vector<AttentionTask> merges;  // of tasks that were split
+  int64_t num_partials = 0;           // floats
+};
+
+inline AttentionWork attention_work(const Batch& batch, const AttentionShape& shape,
+                                    int64_t num_threads, bool may_split) {
+  const int64_t group = shape.heads.group();
+  const int64_t most = std::max<int64_t>(1, kTaskRows / group);
+  AttentionWork work;
+  int64_t row = 0, total = 0;
   for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
     const int64_t count = batch.query_lens[seq];
     const int64_t start = batch.context_lens[seq] - count;
     for (int64_t first = 0; first < count; first += most)
-      for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; kv_head++)
-        tasks.push_back(
-            {seq, row + first, start + first, std::min(most, count - first), kv_head});
+      for (int64_t kv_head = 0; kv_head < shape.heads.num_kv_heads; kv_head++) {
+        AttentionTask task{seq, row + first, start + first, std::min(most, count - first),
+                           kv_head, 0, 0};
+        task.first_split = task.lowest(0, shape.window) / kSplit;
+        task.end_split = (task.end() + kSplit - 1) / kSplit;
+        total += task.cost(shape.window);
+        work.tasks.push_back(task);
+      }
     row += count;
   }
   // The longest first: threads that take them in turn then end together.
-  std::stable_sort(tasks.begin(), tasks.end(), [](const AttentionTask& a, const AttentionTask& b) {
-    return (a.first_position + a.num_tokens) * a.num_tokens >
-           (b.first_position + b.num_tokens) * b.num_tokens;
-  });
-  return tasks;
+  std::stable_sort(work.tasks.begin(), work.tasks.end(),
+                   [&](const AttentionTask& a, const AttentionTask& b) {
+                     return a.cost(shape.window) > b.cost(shape.window);
+                   });
+  if (!may_split || num_threads == 1) return work;
+  // Tasks that are a large part of the whole are split, so that no thread waits for another's.
+  std::vector<AttentionTask> parts;
+  for (const AttentionTask& task : work.tasks) {
+    const int64_t num_splits = task.end_split - task.first_split;
+    if (num_splits == 1 || task.cost(shape.window) * num_threads * 4 <= total) {
+      parts.push_back(task);
+      continue;
+    }
+    work.merges.push_back(task);
+    work.merges.back().partial = work.num_partials;
+    for (int64_t split = task.first_split; split < task.end_split; split++) {
+      AttentionTask part = task;
+      part.first_split = split;
+      part.end_split = split + 1;
+      part.partial = work.num_partials;
+      work.num_partials += task.num_tokens * group * (kPartialHead + shape.padded_dim());
+      parts.push_back(part);
+    }
+  }
+  work.tasks = std::move(parts);
+  return work;
 }
-
-#if defined(__AVX512F__)
-// 16 x 16 words: rows [16] at `source` with a stride, columns to `target` with a stride.
-inline void transpose_16(const int32_t* const* source, int32_t* target, int64_t target_stride) {
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(source[i]);
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; i++) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; i++) {
-    _mm512_storeu_si512(target + i * target_stride, _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88));
-    _mm512_storeu_si512(target + (8 + i) * target_stride,
-                        _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd));
-    _mm512_storeu_si512(target + (4 + i) * target_stride,
-                        _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88));
-    _mm512_storeu_si512(target + (12 + i) * target_stride,
-                        _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
-  }
-}
-#endif
-
-// 32 keys (those from `count` on are zeros) as a panel: each key is one column.
-template <class T>
-void pack_keys(const T* const* keys, int64_t count, int64_t head_dim, T* panel) {
-  constexpr int64_t group = 4 / sizeof(T);
-  int64_t done = 0;  // features
-#if defined(__AVX512F__)
-  alignas(64) static const int32_t zeros[16] = {};
-  for (; done + 16 * group <= head_dim; done += 16 * group)
-    for (int64_t half = 0; half < 2; half++) {
-      const int32_t* rows[16];
-      for (int64_t i = 0; i < 16; i++) {
-        const int64_t key = half * 16 + i;
-        rows[i] = key < count ? reinterpret_cast<const int32_t*>(keys[key] + done) : zeros;
-      }
-      transpose_16(rows, reinterpret_cast<int32_t*>(panel + done * kPanel) + half * 16, kPanel);
-    }
-#endif
-  for (int64_t i = done; i < padded_k(head_dim, T{}); i++)
-    for (int64_t key = 0; key < kPanel; key++)
-      panel[(i / group * kPanel + key) * group + i % group] =
-          key < count && i < head_dim ? keys[key][i] : T{};
-}
-
-// Collects what each row of a task gave to each block, and adds it to the batch's mass at the end.
-// A piece is what a block and a span share; a row's weights in it are relative to the row's maximum
-// as it was after that span.
-class MassScratch {
- public:
-  void begin(int64_t num_rows, int64_t end, int64_t block_size) {
-    num_spans_ = (end + kSpan - 1) / kSpan;
-    num_pieces_ = (end + block_size - 1) / block_size + num_spans_;
-    block_size_ = block_size;
-    sums_.assign(num_rows * num_pieces_, 0.0f);
-    maxima_.assign(num_rows * num_spans_, 0.0f);
-    pieces_.clear();
-  }
-
-  void begin_span(int64_t start, int64_t count) {
-    first_piece_ = pieces_.size();
-    for (int64_t i = 0; i < count;) {
-      const int64_t block = (start + i) / block_size_;
-      const int64_t next = std::min(count, (block + 1) * block_size_ - start);
-      pieces_.push_back({block, start / kSpan, i, next});
-      i = next;
-    }
-  }
-
-  void add_row(int64_t row, const float* weights, float row_max) {
-    for (size_t i = first_piece_; i < pieces_.size(); i++) {
-      float sum = 0.0f;
-      for (int64_t key = pieces_[i].begin; key < pieces_[i].end; key++) sum += weights[key];
-      sums_[row * num_pieces_ + i] = sum;
-    }
-    maxima_[row * num_spans_ + pieces_[first_piece_].span] = row_max;
-  }
-
-  // `mass_row` is the index of the sequence's first block in `mass`.
-  void finish(const float* row_maxima, const float* totals, int64_t num_rows, int64_t mass_row,
-              const BlockMass& mass) {
-    for (size_t i = 0; i < pieces_.size(); i++) {
-      int64_t units = 0;
-      for (int64_t row = 0; row < num_rows; row++) {
-        const float raw = sums_[row * num_pieces_ + i];
-        if (!(raw > 0.0f)) continue;  // unseen, or NaN: the sequence fails anyway
-        const float shrink = maxima_[row * num_spans_ + pieces_[i].span] - row_maxima[row];
-        const float weight = raw * exponential(splat(shrink))[0] / totals[row];
-        if (weight <= 1.5f) units += std::llrint(double(weight) * kMassOne);
-      }
-      mass.add(mass_row + pieces_[i].block, units);
-    }
-  }
-
- private:
-  struct Piece {
-    int64_t block, span, begin, end;
-  };
-  int64_t num_spans_, num_pieces_, block_size_;
-  size_t first_piece_;
-  std::vector<Piece> pieces_;
-  std::vector<float> sums_;    // [rows, pieces]
-  std::vector<float> maxima_;  // [rows, spans]
-};
 
 // One thread's working memory.
 template <class T>
 class AttentionScratch {
  public:
-  AttentionScratch(const HeadShape& heads)
-      : width((heads.head_dim + kPanel - 1) / kPanel * kPanel),
-        max_rows(std::max(kTaskRows, heads.num_heads / heads.num_kv_heads)),
-        queries(max_rows * heads.head_dim),
-        keys(kSpan / kPanel * panel_elements<T>(heads.head_dim) + 64),
-        values(kSpan * width + 1024),
-        scores(max_rows * kSpan),
-        sums(max_rows * width),
-        maxima(max_rows),
-        totals(max_rows * kLanes) {}
+  void reserve(const AttentionShape& shape) {
+    const int64_t dim = shape.heads.head_dim, width = shape.padded_dim();
+    const int64_t rows = std::max(kTaskRows, shape.heads.group());
+    grow(queries, rows * dim);
+    grow(keys, kSpan / kPanel * panel_elements<T>(dim) + 64);
+    grow(widened, kSpan * dim);
+    grow(zeros, dim);
+    grow(values, kSpan * width + 1024);
+    grow(scores, rows * kSpan);
+    grow(sums, rows * width);
+    grow(merged, rows * width);
+    grow(maxima, rows);
+    grow(totals, rows * kLanes);
+    grow(merged_maxima, rows);
+    grow(merged_totals, rows);
+  }
 
-  int64_t width;  // head_dim, rounded up to whole panels
-  int64_t max_rows;
-  std::vector<T> queries;      // [rows, head_dim]
-  std::vector<T> keys;         // [kSpan / 32] panels
-  std::vector<float> values;   // [width / 32] panels of [kSpan][32]
-  std::vector<float> scores;   // [rows, kSpan]
-  std::vector<float> sums;     // [rows, width]: values, weighted so far
-  std::vector<float> maxima;   // [rows]
-  std::vector<float> totals;   // [rows, kLanes]: weights so far, by lane
+  std::vector<T> queries;            // [rows, head_dim]
+  std::vector<T> keys;               // [kSpan / 32] panels
+  std::vector<T> widened;            // [kSpan, head_dim]: keys that the cache holds otherwise
+  std::vector<T> zeros;              // [head_dim]: a key that nobody sees
+  std::vector<float> values;         // [width / 32] panels of [kSpan][32]
+  std::vector<float> scores;         // [rows, kSpan]
+  std::vector<float> sums;           // [rows, width]: values, weighted, of this split so far
+  std::vector<float> maxima;         // [rows], of this split
+  std::vector<float> totals;         // [rows, kLanes]: weights of this split, by lane
+  std::vector<float> merged;         // [rows, width]: of the splits before
+  std::vector<float> merged_maxima;  // [rows]
+  std::vector<float> merged_totals;  // [rows]
   MassScratch mass;
+
+ private:
+  template <class Element>
+  static void grow(std::vector<Element>& buffer, int64_t size) {
+    if (int64_t(buffer.size()) < size) buffer.resize(size);
+  }
 };
 
-template <class T>
-void pack_values(const T* const* values, int64_t count, int64_t head_dim, float* panels) {
-  for (int64_t start = 0; start < head_dim; start += kPanel, panels += kSpan * kPanel) {
-    const int64_t columns = std::min<int64_t>(kPanel, head_dim - start);
-    for (int64_t key = 0; key < count; key++) {
-      float* out = panels + key * kPanel;
-      if (columns == kPanel) {
-        for (int64_t i = 0; i < kPanel; i++) out[i] = to_float(values[key][start + i]);
-      } else {
-        for (int64_t i = 0; i < kPanel; i++)
-          out[i] = i < columns ? to_float(values[key][start + i]) : 0.0f;
-      }
-    }
-  }
+inline Vec cap(Vec score, float softcap) {
+  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+  const Vec twice = exponential(score / splat(0.5f * softcap));
+  return splat(softcap) * (splat(1.0f) - splat(2.0f) / (twice + splat(1.0f)));
 }
 
 // Scores to weights for one row; rescales what the row has gathered when its maximum rises.
-// Of the `kSpan` scores the first `visible` (1 or more) count.
-inline void weigh(float* scores, int64_t visible, float scale, float& row_max, float* totals,
-                  float* sums, int64_t width) {
+// Of the `kSpan` scores those from `first` to `end` (1 or more) count.
+inline void weigh(float* scores, int64_t first, int64_t end, const AttentionShape& shape,
+                  const float* key_scales, float& row_max, float* totals, float* sums,
+                  int64_t width) {
   const Vec lowest = splat(-std::numeric_limits<float>::infinity());
-  for (int64_t i = visible; i < kSpan; i++) scores[i] = lowest[0];
+  IntVec lane;
+  for (int i = 0; i < kLanes; i++) lane[i] = i;
   Vec high = lowest;
   for (int64_t i = 0; i < kSpan; i += kLanes) {
-    const Vec scaled = load(scores + i) * splat(scale);
-    store(scores + i, scaled);
-    high = maximum(high, scaled);
+    Vec score = load(scores + i) * splat(shape.scale);
+    if (key_scales) score *= load(key_scales + i);
+    if (shape.softcap) score = cap(score, shape.softcap);
+    score = lane < int32_t(end - i) ? score : lowest;
+    if (first > i) score = lane < int32_t(first - i) ? lowest : score;
+    store(scores + i, score);
+    high = maximum(high, score);
   }
   const float new_max = std::max(row_max, max_lanes(high));
   Vec total = load(totals);
@@ -249,91 +205,249 @@ inline void weigh(float* scores, int64_t visible, float scale, float& row_max, f
   store(totals, total);
 }
 
-template <class T>
-void attend(const AttentionTask& task, const Batch& batch, const HeadShape& heads, float scale,
-            const T* query, const T* key_cache, const T* value_cache, T* out,
-            AttentionScratch<T>& scratch, const BlockMass& mass) {
-  const int64_t dim = heads.head_dim, group = heads.num_heads / heads.num_kv_heads;
-  const int64_t width = scratch.width;
-  const int64_t num_rows = task.num_tokens * group;
-  const int64_t end = task.first_position + task.num_tokens;  // of the context that any row sees
-  const int64_t* blocks = batch.block_tables + task.seq * batch.max_blocks;
-  const auto head_of = [&](int64_t row) {  // element offset of a row's head in query and out
-    return (task.first_row + row / group) * heads.query_width() +
-           (task.kv_head * group + row % group) * dim;
-  };
-  // Calls body(i, slot) for `count` positions from `start` on; divisions are slow.
-  const auto find_slots = [&](int64_t start, int64_t count, auto body) {
+// Adds a split's sums to those of the splits before it.
+inline void merge(float& row_max, float& total, float* merged, float split_max, float split_total,
+                  const float* sums, int64_t width) {
+  const float new_max = std::max(row_max, split_max);
+  const Vec before = exponential(splat(row_max - new_max));
+  const Vec added = exponential(splat(split_max - new_max));
+  for (int64_t i = 0; i < width; i += kLanes)
+    store(merged + i, multiply_add(load(sums + i), added, load(merged + i) * before));
+  total = total * before[0] + split_total * added[0];
+  row_max = new_max;
+}
+
+// A task's walk through its splits. T: the model's type; S: what the cache holds.
+template <class T, class S>
+class Attention {
+ public:
+  Attention(const AttentionTask& task, const Batch& batch, const AttentionShape& shape,
+            const LayerCache& cache, AttentionScratch<T>& scratch, const BlockMass& mass)
+      : task_(task), batch_(batch), shape_(shape), cache_(cache), scratch_(scratch), mass_(mass),
+        dim_(shape.heads.head_dim), group_(shape.heads.group()), width_(shape.padded_dim()),
+        num_rows_(task.num_tokens * group_),
+        blocks_(batch.block_tables + task.seq * batch.max_blocks) {}
+
+  void run(const T* query, T* out, float* partials) {
+    for (int64_t row = 0; row < num_rows_; row++)
+      std::memcpy(&scratch_.queries[row * dim_], query + head_of(row), dim_ * sizeof(T));
+    if (mass_.units) scratch_.mass.begin(num_rows_, task_.end(), batch_.block_size);
+    begin_merged();
+    for (int64_t split = task_.first_split; split < task_.end_split; split++) {
+      const auto [first, last] = rows_that_see(split * kSplit, (split + 1) * kSplit);
+      walk(split, first, last);
+      for (int64_t row = first; row < last; row++) {
+        const float total = sum_lanes(load(&scratch_.totals[row * kLanes]));
+        const float* sums = &scratch_.sums[row * width_];
+        if (task_.partial >= 0) {
+          float* to = partials + task_.partial + row * (kPartialHead + width_);
+          to[0] = scratch_.maxima[row];
+          to[1] = total;
+          std::memcpy(to + kPartialHead, sums, width_ * sizeof(float));
+        } else {
+          merge(scratch_.merged_maxima[row], scratch_.merged_totals[row],
+                &scratch_.merged[row * width_], scratch_.maxima[row], total, sums, width_);
+        }
+      }
+    }
+    if (task_.partial >= 0) return;
+    finish(out);
+    if (mass_.units)
+      scratch_.mass.finish(scratch_.merged_maxima.data(), scratch_.merged_totals.data(), num_rows_,
+                           task_.seq * batch_.max_blocks, mass_);
+  }
+
+  // Merges what the parts of a split task left behind.
+  void merge_partials(T* out, const float* partials) {
+    begin_merged();
+    const int64_t stride = kPartialHead + width_;
+    const float* from = partials + task_.partial;
+    for (int64_t split = task_.first_split; split < task_.end_split; split++) {
+      const auto [first, last] = rows_that_see(split * kSplit, (split + 1) * kSplit);
+      for (int64_t row = first; row < last; row++) {
+        const float* part = from + row * stride;
+        merge(scratch_.merged_maxima[row], scratch_.merged_totals[row],
+              &scratch_.merged[row * width_], part[0], part[1], part + kPartialHead, width_);
+      }
+      from += num_rows_ * stride;
+    }
+    finish(out);
+  }
+
+ private:
+  // Element offset of a row's head in query and out.
+  int64_t head_of(int64_t row) const {
+    return (task_.first_row + row / group_) * shape_.heads.query_width() +
+           (task_.kv_head * group_ + row % group_) * dim_;
+  }
+
+  std::pair<int64_t, int64_t> rows_that_see(int64_t begin, int64_t end) const {
+    const auto [first, last] = task_.tokens_that_see(begin, end, shape_.window);
+    return {first * group_, last * group_};
+  }
+
+  // Calls body(i, slot) for `count` cache indices from `start` on; divisions are slow.
+  template <class Body>
+  void find_slots(int64_t start, int64_t count, Body body) const {
     for (int64_t i = 0; i < count;) {
-      const int64_t position = start + i, offset = position % batch.block_size;
-      const int64_t first_slot = blocks[position / batch.block_size] * batch.block_size + offset;
-      const int64_t in_block = std::min(count - i, batch.block_size - offset);
+      const int64_t index = start + i, offset = index % batch_.block_size;
+      const int64_t first_slot = blocks_[index / batch_.block_size] * batch_.block_size + offset;
+      const int64_t in_block = std::min(count - i, batch_.block_size - offset);
       for (int64_t j = 0; j < in_block; j++, i++) body(i, first_slot + j);
     }
-  };
-  for (int64_t row = 0; row < num_rows; row++)
-    std::memcpy(&scratch.queries[row * dim], query + head_of(row), dim * sizeof(T));
-  std::fill_n(scratch.sums.begin(), num_rows * width, 0.0f);
-  std::fill_n(scratch.totals.begin(), num_rows * kLanes, 0.0f);
-  std::fill_n(scratch.maxima.begin(), num_rows, -std::numeric_limits<float>::infinity());
-  if (mass.units) scratch.mass.begin(num_rows, end, batch.block_size);
+  }
 
-  for (int64_t start = 0; start < end; start += kSpan) {
-    const int64_t count = std::min(kSpan, end - start);
-    const T* keys[kSpan];
-    const T* values[kSpan];
-    find_slots(start, count, [&](int64_t i, int64_t slot) {
-      const int64_t at = (slot * heads.num_kv_heads + task.kv_head) * dim;
-      keys[i] = key_cache + at;
-      values[i] = value_cache + at;
-    });
-    // The next span is scattered over the cache: no hardware sees it coming.
-    find_slots(start + kSpan, std::min(kSpan, end - start - kSpan), [&](int64_t, int64_t slot) {
-      const int64_t at = (slot * heads.num_kv_heads + task.kv_head) * dim;
-      for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) {
-        __builtin_prefetch(key_cache + at + i);
-        __builtin_prefetch(value_cache + at + i);
+  void begin_merged() {
+    std::fill_n(scratch_.merged.begin(), num_rows_ * width_, 0.0f);
+    std::fill_n(scratch_.merged_totals.begin(), num_rows_, 0.0f);
+    std::fill_n(scratch_.merged_maxima.begin(), num_rows_,
+                -std::numeric_limits<float>::infinity());
+  }
+
+  void finish(T* out) {
+    for (int64_t row = 0; row < num_rows_; row++) {
+      const float* merged = &scratch_.merged[row * width_];
+      const float total = scratch_.merged_totals[row];
+      T* to = out + head_of(row);
+      for (int64_t i = 0; i < dim_; i++) assign(to[i], merged[i] / total);
+    }
+  }
+
+  // Rows first to last go through one split.
+  void walk(int64_t split, int64_t first, int64_t last) {
+    std::fill_n(scratch_.sums.begin() + first * width_, (last - first) * width_, 0.0f);
+    std::fill_n(scratch_.totals.begin() + first * kLanes, (last - first) * kLanes, 0.0f);
+    std::fill_n(scratch_.maxima.begin() + first, last - first,
+                -std::numeric_limits<float>::infinity());
+    const int64_t begin =
+        std::max(split * kSplit, task_.lowest(0, shape_.window) / kSpan * kSpan);
+    const int64_t end = std::min((split + 1) * kSplit, task_.end());
+    for (int64_t start = begin; start < end; start += kSpan) {
+      const int64_t count = std::min(kSpan, end - start);
+      const auto [first_row, last_row] = rows_that_see(start, start + count);
+      // Before it is what no row sees, perhaps because its block is somebody else's by now.
+      const int64_t first_key = std::max<int64_t>(
+          0, task_.lowest(first_row / group_, shape_.window) - start);
+      gather(start, first_key, count);
+      prefetch(start + kSpan, std::min(kSpan, end - start - kSpan));
+      score(first_row, last_row, count);
+      if (mass_.units) scratch_.mass.begin_span(start, first_key, count);
+      for (int64_t row = first_row; row < last_row; row++) weigh_row(row, start);
+      add_values(first_row, last_row, first_key, count);
+    }
+  }
+
+  void gather(int64_t start, int64_t first, int64_t count) {
+    std::fill_n(keys_, kSpan, scratch_.zeros.data());
+    find_slots(start + first, count - first, [&](int64_t i, int64_t slot) {
+      const int64_t index = slot * shape_.heads.num_kv_heads + task_.kv_head;
+      const S* key = static_cast<const S*>(cache_.keys) + index * dim_;
+      values_[first + i] = static_cast<const S*>(cache_.values) + index * dim_;
+      if constexpr (std::is_same_v<S, T>) {
+        keys_[first + i] = key;
+      } else {
+        T* wide = &scratch_.widened[(first + i) * dim_];
+        for (int64_t j = 0; j < dim_; j++) assign(wide[j], to_float(key[j]));
+        keys_[first + i] = wide;
+      }
+      if constexpr (StoredTraits<S>::kScaled) {
+        key_scales_[first + i] = cache_.key_scales[index];
+        value_scales_[first + i] = cache_.value_scales[index];
       }
     });
-    // Rows whose own position lies before this span are done.
-    const int64_t first = std::max<int64_t>(0, start - task.first_position) * group;
-    const int64_t num_panels = (count + kPanel - 1) / kPanel;
-    for (int64_t panel = 0; panel < num_panels; panel++) {
-      T* packed = scratch.keys.data() + panel * panel_elements<T>(dim);
-      pack_keys(keys + panel * kPanel, std::min<int64_t>(kPanel, count - panel * kPanel), dim,
-                packed);
-      for_tiles(num_rows - first, [&](int64_t begin, int rows) {
+  }
+
+  // The next span is scattered over the cache: no hardware sees it coming.
+  void prefetch(int64_t start, int64_t count) const {
+    find_slots(start, count, [&](int64_t, int64_t slot) {
+      const int64_t index = (slot * shape_.heads.num_kv_heads + task_.kv_head) * dim_;
+      for (int64_t i = 0; i < dim_; i += 64 / sizeof(S)) {
+        __builtin_prefetch(static_cast<const S*>(cache_.keys) + index + i);
+        __builtin_prefetch(static_cast<const S*>(cache_.values) + index + i);
+      }
+    });
+  }
+
+  void score(int64_t first, int64_t last, int64_t count) {
+    for (int64_t panel = 0; panel * kPanel < count; panel++) {
+      T* packed = scratch_.keys.data() + panel * panel_elements<T>(dim_);
+      pack_keys(keys_ + panel * kPanel, dim_, packed);
+      for_tiles(last - first, [&](int64_t begin, int rows) {
         begin += first;
-        tile<T>(rows, &scratch.queries[begin * dim], dim, packed, dim,
-                &scratch.scores[begin * kSpan + panel * kPanel], kSpan, false);
+        tile<T>(rows, &scratch_.queries[begin * dim_], dim_, packed, dim_,
+                &scratch_.scores[begin * kSpan + panel * kPanel], kSpan, false);
       });
     }
-    if (mass.units) scratch.mass.begin_span(start, count);
-    for (int64_t row = first; row < num_rows; row++) {
-      const int64_t visible = std::min(kSpan, task.first_position + row / group + 1 - start);
-      weigh(&scratch.scores[row * kSpan], visible, scale, scratch.maxima[row],
-            &scratch.totals[row * kLanes], &scratch.sums[row * width], width);
-      if (mass.units)
-        scratch.mass.add_row(row, &scratch.scores[row * kSpan], scratch.maxima[row]);
+  }
+
+  void weigh_row(int64_t row, int64_t start) {
+    const int64_t token = row / group_;
+    float* scores = &scratch_.scores[row * kSpan];
+    const int64_t first = std::max<int64_t>(0, task_.lowest(token, shape_.window) - start);
+    const int64_t end = std::min(kSpan, task_.first_index + token + 1 - start);
+    constexpr bool scaled = StoredTraits<S>::kScaled;
+    weigh(scores, first, end, shape_, scaled ? key_scales_ : nullptr, scratch_.maxima[row],
+          &scratch_.totals[row * kLanes], &scratch_.sums[row * width_], width_);
+    if (mass_.units) scratch_.mass.add_row(row, scores, scratch_.maxima[row]);
+    if constexpr (scaled)
+      for (int64_t i = 0; i < kSpan; i += kLanes)
+        store(scores + i, load(scores + i) * load(value_scales_ + i));
+  }
+
+  void add_values(int64_t first_row, int64_t last_row, int64_t first, int64_t count) {
+    const int64_t num_rows = last_row - first_row;
+    if (num_rows <= kTileRows && dim_ % kPanel == 0) {
+      for (int64_t column = 0; column < dim_; column += kPanel)
+        add_weighted<S>(num_rows, &scratch_.scores[first_row * kSpan], values_, first, count,
+                        column, &scratch_.sums[first_row * width_ + column], width_);
+      return;
     }
-    pack_values(values, count, dim, scratch.values.data());
-    for (int64_t panel = 0; panel < width / kPanel; panel++)
-      for_tiles(num_rows - first, [&](int64_t begin, int rows) {
-        begin += first;
-        tile<float>(rows, &scratch.scores[begin * kSpan], kSpan,
-                    scratch.values.data() + panel * kSpan * kPanel, count,
-                    &scratch.sums[begin * width + panel * kPanel], width, true);
+    pack_values(values_, first, count, dim_, scratch_.values.data());
+    for (int64_t panel = 0; panel < width_ / kPanel; panel++)
+      for_tiles(num_rows, [&](int64_t begin, int rows) {
+        begin += first_row;
+        tile<float>(rows, &scratch_.scores[begin * kSpan + first], kSpan,
+                    scratch_.values.data() + (panel * kSpan + first) * kPanel, count - first,
+                    &scratch_.sums[begin * width_ + panel * kPanel], width_, true);
       });
   }
-  for (int64_t row = 0; row < num_rows; row++) {
-    const float total = sum_lanes(load(&scratch.totals[row * kLanes]));
-    T* to = out + head_of(row);
-    for (int64_t i = 0; i < dim; i++) assign(to[i], scratch.sums[row * width + i] / total);
-    scratch.totals[row] = total;  // the lanes of the rows before are done with
-  }
-  if (mass.units)
-    scratch.mass.finish(scratch.maxima.data(), scratch.totals.data(), num_rows,
-                        task.seq * batch.max_blocks, mass);
+
+  const AttentionTask& task_;
+  const Batch& batch_;
+  const AttentionShape& shape_;
+  const LayerCache& cache_;
+  AttentionScratch<T>& scratch_;
+  const BlockMass& mass_;
+  const int64_t dim_, group_, width_, num_rows_;
+  const int64_t* blocks_;
+  // Of the span at hand.
+  const T* keys_[kSpan];
+  const S* values_[kSpan];
+  alignas(64) float key_scales_[kSpan];
+  alignas(64) float value_scales_[kSpan];
+};
+
+// Tasks and then merges of one layer; takes operations `number` and `number + 1` of the team.
+template <class T>
+void attention(Team& team, int64_t number, const AttentionWork& work, const Batch& batch,
+               const AttentionShape& shape, const LayerCache& cache, const T* query, T* out,
+               float* partials, AttentionScratch<T>& scratch, const BlockMass& mass) {
+  with_stored(cache.type, [&](auto* tag) {
+    using S = std::remove_pointer_t<decltype(tag)>;
+    if constexpr (std::is_same_v<T, BFloat16> && std::is_same_v<S, float>) {
+      // Refused where the cache is made: bfloat16 queries would not match such keys.
+    } else {
+      team.share(number, work.tasks.size(), 1, [&](int64_t i) {
+        Attention<T, S>(work.tasks[i], batch, shape, cache, scratch, mass)
+            .run(query, out, partials);
+      });
+      if (work.merges.empty()) return;
+      team.share(number + 1, work.merges.size(), 1, [&](int64_t i) {
+        Attention<T, S>(work.merges[i], batch, shape, cache, scratch, mass)
+            .merge_partials(out, partials);
+      });
+    }
+  });
 }
 
 }  // namespace shoal

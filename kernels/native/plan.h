@@ -10,12 +10,12 @@ namespace shoal {
 
 enum class OpKind : int32_t {
   kEmbed = 0,           // input_ids -> out (float)
-  kRotaryAngles = 1,    // positions -> out (float); weight: inverse frequencies
+  kRotaryAngles = 1,    // positions -> out (float); weight: inverse frequencies [k]; scalar: factor
   kRmsNorm = 2,         // in (float) -> out (T); weight: float [width]
   kSelectNorm = 3,      // the same, of the sampled rows only
   kLinear = 4,          // in (T) -> out (float, or T with kSiluMul)
   kLogits = 5,          // in (T, sampled rows) -> the step's logits
-  kRotateAndWrite = 6,  // in (float), in2: angles -> out (T) and the cache of `layer`
+  kRotateAndWrite = 6,  // in (float), in2: angles or -1 -> out (T) and the cache of `layer`
   kAttention = 7,       // in (T) and the cache of `layer` -> out (T)
 };
 
@@ -26,8 +26,32 @@ struct PlanOp {
   const void* weight;
   const float* bias;
   int64_t n, k;
-  float scalar;    // RMS norm: epsilon; attention: scale
+  float scalar;    // RMS norm: epsilon; angles: factor
   int32_t packed;  // embedding: the weight is packed
+  int32_t heads;   // number of the PlanHeads, for the rotation and attention
+  int32_t reserved;
+};
+
+// The heads of one kind of layer, and what happens to them.
+struct PlanHeads {
+  int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
+  int64_t window;     // 0: none
+  float scale;        // of scores
+  float softcap;      // 0: none
+  float norm_eps;
+  int32_t new_keys;   // NewKeys
+  int32_t norm_queries, norm_keys, norm_values;
+  const float* query_norm;  // [head_dim], or null: the norm has no weight
+  const float* key_norm;
+
+  AttentionShape shape() const {
+    return {{num_heads, num_kv_heads, head_dim}, window, scale, softcap};
+  }
+
+  HeadPreparation preparation() const {
+    return {NewKeys(new_keys), norm_queries != 0, norm_keys != 0, norm_values != 0,
+            query_norm, key_norm, norm_eps, rotary_dim};
+  }
 };
 
 struct PlanBuffer {
@@ -36,19 +60,29 @@ struct PlanBuffer {
   int32_t reserved;
 };
 
+// Layers that share block tables.
+struct StepGroup {
+  int64_t max_blocks;
+  const int64_t* block_tables;  // [num_seqs, max_blocks]
+  const int64_t* slot_mapping;  // [num_tokens]
+};
+
 struct Step {
-  int64_t num_tokens, num_seqs, num_samples, max_blocks, block_size, num_threads;
+  int64_t num_tokens, num_seqs, num_samples, block_size, num_threads;
+  int64_t stored;                 // Stored: what the caches hold
   const int64_t* input_ids;       // [num_tokens]
   const int64_t* positions;       // [num_tokens]
-  const int64_t* slot_mapping;    // [num_tokens]
-  const int64_t* block_tables;    // [num_seqs, max_blocks]
   const int64_t* query_lens;      // [num_seqs]
   const int64_t* context_lens;    // [num_seqs]
   const int64_t* logits_indices;  // [num_samples]
+  const StepGroup* groups;
+  const int64_t* layer_groups;    // [num_layers]
   void* const* key_caches;        // [num_layers]
   void* const* value_caches;      // [num_layers]
+  float* const* key_scales;       // [num_layers], where the caches have scales
+  float* const* value_scales;     // [num_layers]
   float* logits;                  // [num_samples, vocab_size]
-  int64_t* block_mass;            // [num_seqs, max_blocks], added to by all layers; or null
+  int64_t* block_mass;  // [num_seqs, group 0's max_blocks], added to by its layers; or null
 };
 
 class PlanBase {
@@ -60,26 +94,26 @@ class PlanBase {
 template <class T>
 class Plan : public PlanBase {
  public:
-  Plan(const HeadShape& heads, const PlanOp* ops, int64_t num_ops, const PlanBuffer* buffers,
-       int64_t num_buffers)
-      : heads_(heads), ops_(ops, ops + num_ops), shapes_(buffers, buffers + num_buffers),
-        buffers_(num_buffers) {}
+  Plan(const PlanOp* ops, int64_t num_ops, const PlanBuffer* buffers, int64_t num_buffers,
+       const PlanHeads* heads, int64_t num_heads)
+      : ops_(ops, ops + num_ops), shapes_(buffers, buffers + num_buffers),
+        heads_(heads, heads + num_heads), buffers_(num_buffers) {}
 
   void run(const Step& step) override {
     reserve(std::max(step.num_tokens, step.num_samples));
-    const Batch batch{step.num_seqs, step.max_blocks, step.block_size,
-                      step.block_tables, step.query_lens, step.context_lens};
-    const auto tasks = attention_tasks(batch, heads_);
-    while (int64_t(scratch_.size()) < step.num_threads)
-      scratch_.push_back(std::make_unique<AttentionScratch<T>>(heads_));
+    while (int64_t(scratch_.size()) < step.num_threads) {
+      scratch_.push_back(std::make_unique<AttentionScratch<T>>());
+      for (const PlanHeads& heads : heads_) scratch_.back()->reserve(heads.shape());
+    }
+    lay_out_attention(step);
     const BlockMass mass{step.block_mass};
-    Team team(ops_.size());
+    Team team(2 * ops_.size());
 #pragma omp parallel num_threads(int(step.num_threads))
     {
       const int num_threads = omp_get_num_threads();
       auto& scratch = *scratch_[omp_get_thread_num()];
       for (size_t i = 0; i < ops_.size(); i++)
-        run_op(team, i, num_threads, step, batch, tasks, scratch, mass);
+        run_op(team, i, num_threads, step, scratch, mass);
     }
   }
 
@@ -91,17 +125,47 @@ class Plan : public PlanBase {
     num_rows_ = num_rows;
   }
 
+  // Who does what in attention: the same for all layers of equal shape and group.
+  void lay_out_attention(const Step& step) {
+    works_.clear();
+    work_of_.assign(ops_.size(), 0);
+    int64_t num_partials = 0;
+    for (size_t i = 0; i < ops_.size(); i++) {
+      if (OpKind(ops_[i].kind) != OpKind::kAttention) continue;
+      const AttentionShape shape = heads_[ops_[i].heads].shape();
+      const int64_t group = step.layer_groups[ops_[i].layer];
+      size_t& at = work_of_[i];
+      while (at < works_.size() &&
+             !(works_[at].group == group && works_[at].shape.same_tasks(shape)))
+        at++;
+      if (at < works_.size()) continue;
+      const Batch batch{step.num_seqs, step.groups[group].max_blocks, step.block_size,
+                        step.groups[group].block_tables, step.query_lens, step.context_lens};
+      const bool masses = step.block_mass && group == 0;
+      works_.push_back({group, shape, batch,
+                        attention_work(batch, shape, step.num_threads, !masses)});
+      num_partials = std::max(num_partials, works_.back().work.num_partials);
+    }
+    if (int64_t(partials_.size()) < num_partials) partials_.resize(num_partials);
+  }
+
+  LayerCache cache_of(const Step& step, int32_t layer) const {
+    return {Stored(step.stored), step.key_caches[layer], step.value_caches[layer],
+            step.key_scales ? step.key_scales[layer] : nullptr,
+            step.value_scales ? step.value_scales[layer] : nullptr};
+  }
+
   template <class Element>
   Element* row(int32_t buffer, int64_t index) {
     return reinterpret_cast<Element*>(buffers_[buffer].data()) + index * shapes_[buffer].width;
   }
 
-  void run_op(Team& team, int64_t number, int num_threads, const Step& step, const Batch& batch,
-              const std::vector<AttentionTask>& tasks, AttentionScratch<T>& scratch,
-              const BlockMass& mass) {
+  void run_op(Team& team, int64_t number, int num_threads, const Step& step,
+              AttentionScratch<T>& scratch, const BlockMass& mass) {
     const PlanOp& op = ops_[number];
+    const int64_t turn = 2 * number;  // attention takes two
     const auto each_row = [&](int64_t count, auto body) {
-      team.share(number, count, std::max<int64_t>(1, count / (num_threads * 8)), body);
+      team.share(turn, count, std::max<int64_t>(1, count / (num_threads * 8)), body);
     };
     switch (OpKind(op.kind)) {
       case OpKind::kEmbed:
@@ -112,7 +176,7 @@ class Plan : public PlanBase {
         break;
       case OpKind::kRotaryAngles:
         each_row(step.num_tokens, [&](int64_t i) {
-          rotary_angles(step.positions[i], static_cast<const float*>(op.weight), heads_.head_dim,
+          rotary_angles(step.positions[i], static_cast<const float*>(op.weight), op.k, op.scalar,
                         row<float>(op.out, i));
         });
         break;
@@ -127,38 +191,52 @@ class Plan : public PlanBase {
         break;
       }
       case OpKind::kLinear:
-        linear(team, number, num_threads, Linear{op.weight, op.bias, op.n, op.k},
+        linear(team, turn, num_threads, Linear{op.weight, op.bias, op.n, op.k},
                Epilogue(op.epilogue), row<T>(op.in, 0), step.num_tokens, row<char>(op.out, 0),
                shapes_[op.out].width);
         break;
       case OpKind::kLogits:
-        linear(team, number, num_threads, Linear{op.weight, op.bias, op.n, op.k},
+        linear(team, turn, num_threads, Linear{op.weight, op.bias, op.n, op.k},
                Epilogue::kStore, row<T>(op.in, 0), step.num_samples, step.logits, op.n);
         break;
-      case OpKind::kRotateAndWrite:
+      case OpKind::kRotateAndWrite: {
+        const PlanHeads& heads = heads_[op.heads];
+        const HeadPreparation preparation = heads.preparation();
+        const LayerCache cache = cache_of(step, op.layer);
+        const int64_t* slots = step.groups[step.layer_groups[op.layer]].slot_mapping;
         each_row(step.num_tokens, [&](int64_t i) {
-          rotate_and_write(row<float>(op.in, i), row<float>(op.in2, i), heads_,
-                           step.slot_mapping[i], row<T>(op.out, i),
-                           static_cast<T*>(step.key_caches[op.layer]),
-                           static_cast<T*>(step.value_caches[op.layer]));
+          rotate_and_write(row<float>(op.in, i), op.in2 < 0 ? nullptr : row<float>(op.in2, i),
+                           heads.shape().heads, preparation, slots[i], row<T>(op.out, i), cache);
         });
         break;
-      case OpKind::kAttention:
-        team.share(number, tasks.size(), 1, [&](int64_t i) {
-          attend(tasks[i], batch, heads_, op.scalar, row<T>(op.in, 0),
-                 static_cast<const T*>(step.key_caches[op.layer]),
-                 static_cast<const T*>(step.value_caches[op.layer]), row<T>(op.out, 0), scratch,
-                 mass);
-        });
+      }
+      case OpKind::kAttention: {
+        const Layout& layout = works_[work_of_[number]];
+        const AttentionShape shape = heads_[op.heads].shape();
+        const LayerCache cache = cache_of(step, op.layer);
+        attention<T>(team, turn, layout.work, layout.batch, shape, cache, row<T>(op.in, 0),
+                     row<T>(op.out, 0), partials_.data(), scratch,
+                     layout.group == 0 ? mass : BlockMass{});
         break;
+      }
     }
   }
 
-  HeadShape heads_;
+  struct Layout {
+    int64_t group;
+    AttentionShape shape;
+    Batch batch;
+    AttentionWork work;
+  };
+
   std::vector<PlanOp> ops_;
   std::vector<PlanBuffer> shapes_;
+  std::vector<PlanHeads> heads_;
   std::vector<std::vector<char>> buffers_;
   std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
+  std::vector<Layout> works_;
+  std::vector<size_t> work_of_;  // by operation
+  std::vector<float> partials_;
   int64_t num_rows_ = 0;
 };
 

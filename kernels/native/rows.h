@@ -1,7 +1,10 @@
 // What happens to each row by itself: embedding, RMS norm, rotation and the write to the cache.
 #pragma once
 
+#include <vector>
+
 #include "linear.h"
+#include "stored.h"
 
 namespace shoal {
 
@@ -19,6 +22,7 @@ void embed(const T* weight, bool packed, int64_t token, int64_t width, float* ou
     out[i] = to_float(panel[(i / group * kPanel + column) * group + i % group]);
 }
 
+// Without a weight (null) the result is only normalised.
 template <class T>
 void rms_norm(const float* in, const float* weight, float eps, int64_t width, T* out) {
   Vec sums{};
@@ -30,26 +34,19 @@ void rms_norm(const float* in, const float* weight, float eps, int64_t width, T*
   float sum = sum_lanes(sums);
   for (; i < width; i++) sum += in[i] * in[i];
   const float scale = 1.0f / std::sqrt(sum / float(width) + eps);
-  for (i = 0; i < width; i++) assign(out[i], in[i] * scale * weight[i]);
+  if (weight)
+    for (i = 0; i < width; i++) assign(out[i], in[i] * scale * weight[i]);
+  else
+    for (i = 0; i < width; i++) assign(out[i], in[i] * scale);
 }
 
-// out: cosines [head_dim / 2], then sines. Each value depends on the position alone.
-inline void rotary_angles(int64_t position, const float* inv_freq, int64_t head_dim, float* out) {
-  const int64_t half = head_dim / 2;
+// out: cosines [half], then sines, times `factor`. Each value depends on the position alone.
+inline void rotary_angles(int64_t position, const float* inv_freq, int64_t half, float factor,
+                          float* out) {
   for (int64_t i = 0; i < half; i++) {
     const float angle = float(position) * inv_freq[i];
-    out[i] = std::cos(angle);
-    out[half + i] = std::sin(angle);
-  }
-}
-
-template <class T>
-void rotate(const float* in, const float* angles, int64_t head_dim, T* out) {
-  const int64_t half = head_dim / 2;
-  for (int64_t i = 0; i < half; i++) {
-    const float cos = angles[i], sin = angles[half + i];
-    assign(out[i], in[i] * cos - in[half + i] * sin);
-    assign(out[half + i], in[half + i] * cos + in[i] * sin);
+    out[i] = std::cos(angle) * factor;
+    out[half + i] = std::sin(angle) * factor;
   }
 }
 
@@ -58,22 +55,76 @@ struct HeadShape {
 
   int64_t query_width() const { return num_heads * head_dim; }
   int64_t key_width() const { return num_kv_heads * head_dim; }
+  int64_t group() const { return num_heads / num_kv_heads; }
 };
 
-// One token's row of queries, keys and values: rotated queries go to `query`, the rest to its
-// slot of the caches [num_slots, num_kv_heads, head_dim].
+enum class NewKeys : int32_t {
+  kOwn = 0,           // rows hold queries, keys and values
+  kValuesAreKeys = 1, // queries and keys; a value is its key before norm and rotation
+  kNone = 2,          // queries only: the layer reads another one's cache
+};
+
+// What happens to queries, keys and values between their product and attention. Norms are over one
+// head; pairs (i, i + rotary_dim / 2) of a head's first rotary_dim features are rotated.
+struct HeadPreparation {
+  NewKeys new_keys = NewKeys::kOwn;
+  bool norm_queries = false, norm_keys = false, norm_values = false;
+  const float* query_norm = nullptr;  // [head_dim]; null: the norm has no weight
+  const float* key_norm = nullptr;
+  float eps = 0.0f;
+  int64_t rotary_dim = 0;
+
+  int64_t row_width(const HeadShape& heads) const {
+    const int64_t parts = new_keys == NewKeys::kOwn ? 2 : new_keys == NewKeys::kNone ? 0 : 1;
+    return heads.query_width() + parts * heads.key_width();
+  }
+};
+
 template <class T>
-void rotate_and_write(const float* row, const float* angles, const HeadShape& heads, int64_t slot,
-                      T* query, T* key_cache, T* value_cache) {
+void rotate(const float* in, const float* angles, int64_t rotary_dim, int64_t head_dim, T* out) {
+  const int64_t half = rotary_dim / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float cos = angles[i], sin = angles[half + i];
+    assign(out[i], in[i] * cos - in[half + i] * sin);
+    assign(out[half + i], in[half + i] * cos + in[i] * sin);
+  }
+  for (int64_t i = rotary_dim; i < head_dim; i++) assign(out[i], in[i]);
+}
+
+// One token's row: rotated queries go to `query` and the rest to its slot of the cache.
+template <class T>
+void rotate_and_write(const float* row, const float* angles, const HeadShape& heads,
+                      const HeadPreparation& prep, int64_t slot, T* query,
+                      const LayerCache& cache) {
+  constexpr int64_t kLargestHead = 1024;
   const int64_t dim = heads.head_dim;
+  float normed[kLargestHead], done[kLargestHead];
+  const auto norm = [&](const float* head, bool wanted, const float* weight) -> const float* {
+    if (!wanted) return head;
+    rms_norm(head, weight, prep.eps, dim, normed);
+    return normed;
+  };
   for (int64_t head = 0; head < heads.num_heads; head++)
-    rotate(row + head * dim, angles, dim, query + head * dim);
+    rotate(norm(row + head * dim, prep.norm_queries, prep.query_norm), angles, prep.rotary_dim,
+           dim, query + head * dim);
+  if (prep.new_keys == NewKeys::kNone) return;
   const float* keys = row + heads.query_width();
-  const float* values = keys + heads.key_width();
-  const int64_t to = slot * heads.key_width();
-  for (int64_t head = 0; head < heads.num_kv_heads; head++)
-    rotate(keys + head * dim, angles, dim, key_cache + to + head * dim);
-  for (int64_t i = 0; i < heads.key_width(); i++) assign(value_cache[to + i], values[i]);
+  const float* values = prep.new_keys == NewKeys::kOwn ? keys + heads.key_width() : keys;
+  with_stored(cache.type, [&](auto* tag) {
+    using S = std::remove_pointer_t<decltype(tag)>;
+    for (int64_t head = 0; head < heads.num_kv_heads; head++) {
+      const int64_t index = slot * heads.num_kv_heads + head;
+      rotate(norm(keys + head * dim, prep.norm_keys, prep.key_norm), angles, prep.rotary_dim, dim,
+             done);
+      const float key_scale = store_head(done, dim, static_cast<S*>(cache.keys) + index * dim);
+      const float* value = norm(values + head * dim, prep.norm_values, nullptr);
+      const float value_scale = store_head(value, dim, static_cast<S*>(cache.values) + index * dim);
+      if constexpr (StoredTraits<S>::kScaled) {
+        cache.key_scales[index] = key_scale;
+        cache.value_scales[index] = value_scale;
+      }
+    }
+  });
 }
 
 }  // namespace shoal

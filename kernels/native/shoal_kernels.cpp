@@ -83,62 +83,55 @@ void shoal_rms_norm(int type, const float* in, const float* weight, float eps, i
   });
 }
 
-// qkv [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]; query [num_rows, num_heads * head_dim].
+// qkv [num_rows, heads and what preparation says]; query [num_rows, num_heads * head_dim].
 int shoal_rotate_and_write(int type, const float* qkv, const int64_t* positions,
-                           const float* inv_freq, const int64_t* slot_mapping, int64_t num_rows,
-                           int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, void* query,
-                           void* key_cache, void* value_cache) {
+                           const float* inv_freq, float factor, const int64_t* slot_mapping,
+                           int64_t num_rows, const PlanHeads* plan_heads, void* query,
+                           const LayerCache* cache) {
   return guarded([&] {
-    const HeadShape heads{num_heads, num_kv_heads, head_dim};
-    const int64_t width = heads.query_width() + 2 * heads.key_width();
-    std::vector<float> angles(head_dim);
+    const HeadShape heads = plan_heads->shape().heads;
+    const HeadPreparation preparation = plan_heads->preparation();
+    const int64_t width = preparation.row_width(heads);
+    std::vector<float> angles(plan_heads->rotary_dim);
     with_type(type, [&](auto t) {
       using T = decltype(t);
       for (int64_t i = 0; i < num_rows; i++) {
-        rotary_angles(positions[i], inv_freq, head_dim, angles.data());
-        rotate_and_write(qkv + i * width, angles.data(), heads, slot_mapping[i],
-                         static_cast<T*>(query) + i * heads.query_width(),
-                         static_cast<T*>(key_cache), static_cast<T*>(value_cache));
+        rotary_angles(positions[i], inv_freq, plan_heads->rotary_dim / 2, factor, angles.data());
+        rotate_and_write(qkv + i * width, angles.data(), heads, preparation, slot_mapping[i],
+                         static_cast<T*>(query) + i * heads.query_width(), *cache);
       }
     });
   });
 }
 
-int shoal_attention(int type, int num_threads, const void* query, const void* key_cache,
-                    const void* value_cache, const int64_t* block_tables,
-                    const int64_t* query_lens, const int64_t* context_lens, int64_t num_seqs,
-                    int64_t max_blocks, int64_t block_size, int64_t num_heads,
-                    int64_t num_kv_heads, int64_t head_dim, float scale, void* out,
+int shoal_attention(int type, int num_threads, const void* query, const LayerCache* cache,
+                    const Batch* batch, const PlanHeads* plan_heads, void* out,
                     int64_t* block_mass) {
   return guarded([&] {
-    const HeadShape heads{num_heads, num_kv_heads, head_dim};
-    const Batch batch{num_seqs, max_blocks, block_size, block_tables, query_lens, context_lens};
-    const auto tasks = attention_tasks(batch, heads);
+    const AttentionShape shape = plan_heads->shape();
+    const auto work = attention_work(*batch, shape, num_threads, !block_mass);
     const BlockMass mass{block_mass};
-    Team team(1);
+    std::vector<float> partials(work.num_partials);
+    Team team(2);
     with_type(type, [&](auto t) {
       using T = decltype(t);
-      std::vector<AttentionScratch<T>> scratch;
-      for (int i = 0; i < num_threads; i++) scratch.emplace_back(heads);
+      std::vector<AttentionScratch<T>> scratch(num_threads);
+      for (auto& own : scratch) own.reserve(shape);
 #pragma omp parallel num_threads(num_threads)
-      team.share(0, tasks.size(), 1, [&](int64_t i) {
-        attend(tasks[i], batch, heads, scale, static_cast<const T*>(query),
-               static_cast<const T*>(key_cache), static_cast<const T*>(value_cache),
-               static_cast<T*>(out), scratch[omp_get_thread_num()], mass);
-      });
+      attention<T>(team, 0, work, *batch, shape, *cache, static_cast<const T*>(query),
+                   static_cast<T*>(out), partials.data(), scratch[omp_get_thread_num()], mass);
     });
   });
 }
 
-// Null when memory ran out. `ops` and `buffers` are copied; weights are borrowed.
-PlanBase* shoal_plan_create(int type, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                            const PlanOp* ops, int64_t num_ops, const PlanBuffer* buffers,
-                            int64_t num_buffers) {
+// Null when memory ran out. `ops`, `buffers` and `heads` are copied; weights are borrowed.
+PlanBase* shoal_plan_create(int type, const PlanOp* ops, int64_t num_ops,
+                            const PlanBuffer* buffers, int64_t num_buffers,
+                            const PlanHeads* heads, int64_t num_heads) {
   PlanBase* plan = nullptr;
-  const HeadShape heads{num_heads, num_kv_heads, head_dim};
   guarded([&] {
     with_type(type, [&](auto t) {
-      plan = new Plan<decltype(t)>(heads, ops, num_ops, buffers, num_buffers);
+      plan = new Plan<decltype(t)>(ops, num_ops, buffers, num_buffers, heads, num_heads);
     });
   });
   return plan;

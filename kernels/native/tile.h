@@ -33,7 +33,7 @@ int64_t panel_elements(int64_t k) {
 
 // out[row][0..32) = (accumulate ? out : 0) + a[row][0..k) * panel
 template <int kRows>
-inline void tile_rows(const float* a, int64_t a_stride, const float* panel, int64_t k, float* out,
+__attribute__((noinline)) void tile_rows(const float* a, int64_t a_stride, const float* panel, int64_t k, float* out,
                       int64_t out_stride, bool accumulate) {
   Vec sums[kRows][kVecs];
   for (int row = 0; row < kRows; row++)
@@ -67,7 +67,7 @@ inline Vec pair_multiply_add(IntVec states, IntVec weights, Vec acc) {
 }
 
 template <int kRows>
-inline void tile_rows(const BFloat16* a, int64_t a_stride, const BFloat16* panel, int64_t k,
+__attribute__((noinline)) void tile_rows(const BFloat16* a, int64_t a_stride, const BFloat16* panel, int64_t k,
                       float* out, int64_t out_stride, bool accumulate) {
   Vec sums[kRows][kVecs];
   for (int row = 0; row < kRows; row++)

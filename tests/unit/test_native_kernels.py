@@ -6,13 +6,16 @@ import sys
 import threading
 from pathlib import Path
 
+import native_attention
 import pytest
 import torch
 from attention_context import MIXED, TOLERANCE, Context, normal, num_threads
 from torch.nn import functional
 
 from shoal.backend.weights.catalogue import kernels_dir
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.native_build import NativeBuildError, build_library, find_compiler
+from shoal.kernels.native_heads import AttentionHeads, HeadNorms, NewKeys
 from shoal.kernels.native_library import Epilogue, NativeLibrary, load_native, share_torch_openmp
 from shoal.kernels.rms_norm import rms_norm
 from shoal.kernels.rotary_embedding import rotary_angles, rotary_embedding
@@ -113,7 +116,9 @@ class TestRows:
         inv_freq = 1.0 / (10000.0 ** (torch.arange(0, head_dim, 2) / head_dim))
         shape = (5, block_size, num_kv_heads, head_dim)
         keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        query = native.rotate_and_write(qkv, positions, inv_freq, slots, keys, values)
+        cache = LayerCache(keys, values)
+        heads = AttentionHeads(num_heads, num_kv_heads, head_dim, 1.0)
+        query = native.rotate_and_write(qkv, positions, inv_freq, slots, cache, heads, dtype)
 
         by_head = qkv.view(5, -1, head_dim)
         rotated = rotary_embedding(by_head, rotary_angles(positions, inv_freq, torch.float32))
@@ -126,65 +131,73 @@ class TestRows:
         assert not bool(keys.flatten(0, 1)[untouched].any())
 
 
-class TestAttention:
-    @pytest.mark.parametrize("head_dim", [24, 32, 64, 96, 128])
-    @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)])
-    def test_close_to_reference(
-        self, native: NativeLibrary, dtype: torch.dtype, head_dim: int, heads: tuple[int, int]
-    ) -> None:
-        context = Context([70, 200, 65, 1], dtype, heads, head_dim)
-        out = context.native(native, *MIXED)
-        assert out.dtype == dtype
-        torch.testing.assert_close(out.float(), context.reference(*MIXED), **TOLERANCE[dtype])
+class TestHeads:
+    """What happens to heads between their product and attention."""
 
-    @pytest.mark.parametrize("block_size", [1, 5, 16, 128])
-    def test_block_size_changes_no_bit(
-        self, native: NativeLibrary, dtype: torch.dtype, block_size: int
-    ) -> None:
-        expected = Context([70, 200, 65, 1], dtype, block_size=16).native(native, *MIXED)
-        context = Context([70, 200, 65, 1], dtype, block_size=block_size)
-        assert torch.equal(context.native(native, *MIXED), expected)
+    def parts(self, dtype: torch.dtype, new_keys: NewKeys) -> tuple[torch.Tensor, LayerCache]:
+        """Rows for 4 query and 2 key/value heads of 48 features, and a cache."""
+        per_row = 4 + {NewKeys.OWN: 4, NewKeys.VALUES_ARE_KEYS: 2, NewKeys.NONE: 0}[new_keys]
+        shape = (2, 4, 2, 48)
+        cache = LayerCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        return normal(3, per_row * 48), cache
 
-    def test_every_split_equals_the_whole(self, native: NativeLibrary, dtype: torch.dtype) -> None:
-        context = Context([131], dtype, (9, 3))
-        whole = context.native(native, (0, 0, 131))
-        for split in range(1, 131):
-            first = context.native(native, (0, 0, split))
-            second = context.native(native, (0, split, 131))
-            assert torch.equal(torch.cat([first, second]), whole), split
-
-    def test_decodes_equal_the_prefill(self, native: NativeLibrary, dtype: torch.dtype) -> None:
-        context = Context([200], dtype, (9, 3), head_dim=64)
-        whole = context.native(native, (0, 0, 200))
-        steps = [context.native(native, (0, idx, idx + 1)) for idx in range(200)]
-        assert torch.equal(torch.cat(steps), whole)
-
-    def test_company_changes_no_bit(self, native: NativeLibrary, dtype: torch.dtype) -> None:
-        context = Context([70, 200, 65, 1], dtype)
-        alone = torch.cat([context.native(native, part) for part in MIXED])
-        assert torch.equal(context.native(native, *MIXED), alone)
-        backwards = context.native(native, *reversed(MIXED))
-        parts = backwards.split([end - begin for _, begin, end in reversed(MIXED)])
-        assert torch.equal(torch.cat(parts[::-1]), alone)
-
-    def test_neighbour_with_nan_changes_nothing(
-        self, native: NativeLibrary, dtype: torch.dtype
-    ) -> None:
-        context = Context([70, 80], dtype)
-        clean = context.native(native, (0, 69, 70), (1, 79, 80))
-        context.keys[context.block_tables[1, 0]] = float("nan")
-        poisoned = context.native(native, (0, 69, 70), (1, 79, 80))
-        assert torch.equal(clean[0], poisoned[0])
-        assert bool(poisoned[1].isnan().all())
-
-    def test_large_scores_do_not_overflow(self, native: NativeLibrary, dtype: torch.dtype) -> None:
-        context = Context([150], dtype)
-        context.queries[0] *= 300
-        out = context.native(native, (0, 0, 150))
-        assert bool(out.isfinite().all())
-        torch.testing.assert_close(
-            out.float(), context.reference((0, 0, 150)), **TOLERANCE[torch.bfloat16]
+    def test_norms_and_partial_rotation(self, native: NativeLibrary, dtype: torch.dtype) -> None:
+        rows, cache = self.parts(dtype, NewKeys.OWN)
+        positions, slots = torch.tensor([5, 0, 900]), torch.tensor([6, 1, 3])
+        inv_freq = 1.0 / (10000.0 ** (torch.arange(0, 16, 2) / 16))
+        query_norm, key_norm = normal(48, seed=1), normal(48, seed=2)
+        norms = HeadNorms(1e-6, query_norm, key_norm, value=True)
+        heads = AttentionHeads(4, 2, 48, 1.0)
+        query = native.rotate_and_write(
+            rows, positions, inv_freq, slots, cache, heads, dtype, norms, factor=1.5
         )
+
+        queries, keys, values = rows.view(3, 8, 48).split([4, 2, 2], dim=1)
+        angles = rotary_angles(positions, inv_freq, torch.float32, 1.5)
+        rotated = []
+        for states, weight in ((queries, query_norm), (keys, key_norm)):
+            normed = rms_norm(states, weight, 1e-6)
+            turned = rotary_embedding(normed[..., :16], angles)
+            rotated.append(torch.cat([turned, normed[..., 16:]], dim=-1).to(dtype))
+        close = TOLERANCE[dtype]
+        torch.testing.assert_close(query, rotated[0], **close)
+        torch.testing.assert_close(cache.keys.flatten(0, 1)[slots], rotated[1], **close)
+        expected = rms_norm(values, torch.ones(48), 1e-6).to(dtype)
+        torch.testing.assert_close(cache.values.flatten(0, 1)[slots], expected, **close)
+
+    def test_values_that_are_keys(self, native: NativeLibrary, dtype: torch.dtype) -> None:
+        rows, cache = self.parts(dtype, NewKeys.VALUES_ARE_KEYS)
+        slots = torch.tensor([6, 1, 3])
+        native.rotate_and_write(
+            rows,
+            torch.tensor([5, 0, 900]),
+            1.0 / (10000.0 ** (torch.arange(0, 48, 2) / 48)),
+            slots,
+            cache,
+            AttentionHeads(4, 2, 48, 1.0),
+            dtype,
+            new_keys=NewKeys.VALUES_ARE_KEYS,
+        )
+        raw = rows.view(3, 6, 48)[:, 4:].to(dtype)
+        assert torch.equal(cache.values.flatten(0, 1)[slots], raw)
+        assert torch.equal(cache.keys.flatten(0, 1)[1], raw[1])  # at position 0 nothing turns
+        assert not torch.equal(cache.keys.flatten(0, 1)[slots], raw)
+
+    def test_queries_alone_leave_the_cache(self, native: NativeLibrary, dtype: torch.dtype) -> None:
+        rows, cache = self.parts(dtype, NewKeys.NONE)
+        query = native.rotate_and_write(
+            rows,
+            torch.tensor([5, 0, 900]),
+            torch.zeros(0),
+            torch.tensor([6, 1, 3]),
+            cache,
+            AttentionHeads(4, 2, 48, 1.0),
+            dtype,
+            new_keys=NewKeys.NONE,
+        )
+        assert torch.equal(query.flatten(1), rows.to(dtype))
+        assert not cache.keys.any()
+        assert not cache.values.any()
 
 
 class TestThreads:
@@ -221,6 +234,8 @@ _OPENMP_PROBE = """
 import os
 from pathlib import Path
 import torch
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.native_heads import AttentionHeads, HeadNorms, NewKeys
 from shoal.kernels.native_library import load_native
 torch.set_num_threads(3)
 torch.ones(512, 512) @ torch.ones(512, 512)
@@ -295,6 +310,11 @@ class TestBuild:
             TestLinear().test_close_to_exact(narrow, dtype, 13, 95, 65)
             TestLinear().test_gated(narrow, dtype, 23, True)
             TestLinear().test_a_row_alone_equals_the_row_among_others(narrow, dtype, 95, 64)
-            TestAttention().test_close_to_reference(narrow, dtype, 24, (9, 3))
-            TestAttention().test_decodes_equal_the_prefill(narrow, dtype)
-            TestAttention().test_company_changes_no_bit(narrow, dtype)
+            TestHeads().test_norms_and_partial_rotation(narrow, dtype)
+            for window, softcap in ((None, None), (40, 5.0)):
+                native_attention.check_close_to_reference(
+                    narrow, dtype, window, softcap, 24, (9, 3)
+                )
+                native_attention.check_decodes_equal_the_prefill(narrow, dtype, window)
+                native_attention.check_company_changes_no_bit(narrow, dtype, window)
+            native_attention.check_split_tasks_change_no_bit(narrow, dtype, None)

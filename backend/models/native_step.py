@@ -1,0 +1,84 @@
+"""One step's batch and caches as the native plan takes them."""
+
+import ctypes
+
+import torch
+
+from shoal.backend.forward_batch import ForwardBatch
+from shoal.backend.kv_cache import PagedKVCache
+from shoal.kernels.native_heads import STORED_IDS, check_cache
+from shoal.kernels.native_library import pointer
+from shoal.kernels.native_plan import StepArguments, StepGroup
+
+
+class StepBuilder:
+    """Gathers the addresses that a plan needs; those of the caches once a cache."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._caches = _CachePointers(dtype)
+
+    def arguments(
+        self, batch: ForwardBatch, kv: PagedKVCache, logits: torch.Tensor
+    ) -> StepArguments:
+        """Valid as long as batch, cache and logits are, and until the next call."""
+        caches = self._caches
+        caches.update(kv)
+        self._lens = torch.tensor([batch.query_lens, batch.context_lens], dtype=torch.int64)
+        self._groups = (StepGroup * len(batch.groups))(
+            *(
+                StepGroup(
+                    group.block_tables.shape[1],
+                    pointer(group.block_tables, torch.int64),
+                    pointer(group.slot_mapping, torch.int64),
+                )
+                for group in batch.groups
+            )
+        )
+        return StepArguments(
+            num_tokens=len(batch.input_ids),
+            num_seqs=len(batch.query_lens),
+            num_samples=len(batch.logits_indices),
+            block_size=kv.block_size,
+            num_threads=torch.get_num_threads(),
+            stored=caches.stored,
+            input_ids=pointer(batch.input_ids, torch.int64),
+            positions=pointer(batch.positions, torch.int64),
+            query_lens=pointer(self._lens[0]),
+            context_lens=pointer(self._lens[1]),
+            logits_indices=pointer(batch.logits_indices, torch.int64),
+            groups=ctypes.addressof(self._groups),
+            layer_groups=caches.address("layer_groups"),
+            key_caches=caches.address("keys"),
+            value_caches=caches.address("values"),
+            key_scales=caches.address("key_scales"),
+            value_scales=caches.address("value_scales"),
+            logits=pointer(logits, torch.float32),
+            block_mass=pointer(batch.block_mass, torch.int64),
+        )
+
+
+class _CachePointers:
+    """Arrays, by layer, of the addresses of keys, values and scales."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._cache: PagedKVCache | None = None
+        self._arrays: dict[str, ctypes.Array] = {}
+        self.stored = 0
+
+    def address(self, name: str) -> int:
+        return ctypes.addressof(self._arrays[name])
+
+    def update(self, kv: PagedKVCache) -> None:
+        if self._cache is kv:
+            return
+        layers = [kv.layer(idx) for idx in range(kv.num_layers)]
+        for layer in layers:
+            check_cache(layer, self._dtype)
+        array = ctypes.c_void_p * len(layers)
+        for name in ("keys", "values", "key_scales", "value_scales"):
+            self._arrays[name] = array(*(pointer(getattr(layer, name)) for layer in layers))
+        group_of = kv.layout.group_of
+        self._arrays["layer_groups"] = (ctypes.c_int64 * len(layers))(*group_of)
+        self.stored = STORED_IDS[layers[0].keys.dtype]
+        self._cache = kv

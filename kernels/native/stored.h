@@ -1,0 +1,140 @@
+// What the key/value cache holds: values of the model's type, or 8 bits each with a scale.
+//
+// A key or value of one token and one head shares one float32 scale, its largest magnitude over the
+// largest that the 8 bits hold. So what is stored for a token depends on that token alone, and no
+// block is ever scaled anew. All 8-bit values are exact in bfloat16 too: products are of what is
+// stored, and the scales come in afterwards.
+#pragma once
+
+#include "vec.h"
+
+namespace shoal {
+
+enum class Stored : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kFp8 = 3 };
+
+struct Fp8 {  // e4m3: 4 bits of exponent, 3 of mantissa, no infinity, 0x7f is NaN
+  uint8_t bits;
+};
+
+template <class S>
+struct StoredTraits {
+  static constexpr bool kScaled = false;
+  static constexpr float kLargest = 0.0f;
+};
+template <>
+struct StoredTraits<int8_t> {
+  static constexpr bool kScaled = true;
+  static constexpr float kLargest = 127.0f;
+};
+template <>
+struct StoredTraits<Fp8> {
+  static constexpr bool kScaled = true;
+  static constexpr float kLargest = 448.0f;
+};
+
+inline float to_float(int8_t value) { return float(value); }
+
+inline float to_float(Fp8 value) {
+  // As the low bits of a float's exponent and the high ones of its mantissa: 2^-120 of the value.
+  const uint32_t bits = uint32_t(value.bits & 0x7f) << 20;
+  float magnitude;
+  std::memcpy(&magnitude, &bits, sizeof bits);
+  magnitude *= 1.329227995784916e36f;  // 2^120
+  return value.bits & 0x80 ? -magnitude : magnitude;
+}
+
+// kLanes values, widened.
+typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
+typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+
+inline Vec load_wide(const float* source) { return load(source); }
+
+inline Vec load_wide(const BFloat16* source) {
+  HalfWords bits;
+  std::memcpy(&bits, source, sizeof bits);
+  return (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+}
+
+inline Vec load_wide(const int8_t* source) {
+  SignedBytes bits;
+  std::memcpy(&bits, source, sizeof bits);
+  return __builtin_convertvector(__builtin_convertvector(bits, IntVec), Vec);
+}
+
+inline Vec load_wide(const Fp8* source) {
+  Bytes bits;
+  std::memcpy(&bits, source, sizeof bits);
+  const IntVec wide = __builtin_convertvector(bits, IntVec);
+  const Vec magnitude = (Vec)((wide & 0x7f) << 20) * splat(1.329227995784916e36f);
+  return (Vec)((IntVec)magnitude | ((wide & 0x80) << 24));
+}
+
+// Rounds to the nearest whole number, ties to even; for magnitudes below 2^22.
+inline float nearest_whole(float value) { return (value + 12582912.0f) - 12582912.0f; }
+
+inline void assign(int8_t& target, float value) {
+  target = value == value ? int8_t(nearest_whole(value)) : int8_t(0);
+}
+
+inline void assign(Fp8& target, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t sign = bits >> 24 & 0x80;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const float positive = value < 0.0f ? -value : value;
+  // Below the least normal number the steps are of 2^-9.
+  const bool subnormal = positive < 0.015625f;
+  const uint32_t small = uint32_t(nearest_whole(subnormal ? positive * 512.0f : 0.0f));
+  const uint32_t rounded = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
+  const uint32_t normal = rounded - (120u << 3) > 0x7e ? 0x7e : rounded - (120u << 3);
+  target.bits = uint8_t(sign | (value == value ? (subnormal ? small : normal) : 0x7f));
+}
+
+// Stores one head of one token, [head_dim] float, at `to`; returns its scale (1 if unscaled).
+template <class S>
+float store_head(const float* head, int64_t head_dim, S* to) {
+  if constexpr (!StoredTraits<S>::kScaled) {
+    for (int64_t i = 0; i < head_dim; i++) assign(to[i], head[i]);
+    return 1.0f;
+  } else {
+    float largest = 0.0f;
+    bool nan = false;
+    for (int64_t i = 0; i < head_dim; i++) {
+      const float magnitude = std::fabs(head[i]);
+      largest = magnitude > largest ? magnitude : largest;
+      nan |= magnitude != magnitude;
+    }
+    float scale = largest / StoredTraits<S>::kLargest;
+    if (nan) scale = std::nanf("");  // what was stored cannot say it
+    const float divisor = scale == 0.0f ? 1.0f : scale;
+    for (int64_t i = 0; i < head_dim; i++) assign(to[i], head[i] / divisor);
+    return scale;
+  }
+}
+
+// The cache of one layer: [num_slots, num_kv_heads, head_dim], scales [num_slots, num_kv_heads].
+struct LayerCache {
+  Stored type;
+  void* keys;
+  void* values;
+  float* key_scales;  // null where the type has none
+  float* value_scales;
+};
+
+// Calls body with a null pointer to the type that the cache holds.
+template <class Body>
+void with_stored(Stored type, Body body) {
+  switch (type) {
+    case Stored::kFloat32:
+      return body(static_cast<float*>(nullptr));
+    case Stored::kBFloat16:
+      return body(static_cast<BFloat16*>(nullptr));
+    case Stored::kInt8:
+      return body(static_cast<int8_t*>(nullptr));
+    case Stored::kFp8:
+      return body(static_cast<Fp8*>(nullptr));
+  }
+}
+
+}  // namespace shoal
