@@ -8,7 +8,7 @@ import torch
 
 from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
-from shoal.backend.models.experts import Experts
+from shoal.backend.models.experts import Experts, Router, make_experts
 from shoal.backend.models.layers import Attention, GatedMLP, RMSNorm, Weights
 from shoal.backend.models.model_config import ExpertsConfig, LayerConfig, ModelConfig, RotaryKind
 from shoal.backend.models.rope import rotary_inv_freq
@@ -252,9 +252,15 @@ def _take_mlp(
             activation=config.activation,
         )
     names, block = experts.names, f"{prefix}.{experts.names.block}"
-    return Experts(
-        router=weights.take_linear(f"{block}.gate"),
-        experts=tuple(
+    router = Router(
+        weights.take_linear(f"{block}.gate"),
+        experts.num_experts_per_token,
+        experts.normalize,
+        experts.float_weights,
+    )
+    return make_experts(
+        router,
+        [
             GatedMLP(
                 gate=weights.take_linear(f"{block}.experts.{idx}.{names.gate}"),
                 up=weights.take_linear(f"{block}.experts.{idx}.{names.up}"),
@@ -262,8 +268,5 @@ def _take_mlp(
                 activation=config.activation,
             )
             for idx in range(experts.num_experts)
-        ),
-        num_per_token=experts.num_experts_per_token,
-        normalize=experts.normalize,
-        float_weights=experts.float_weights,
+        ],
     )
