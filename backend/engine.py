@@ -4,12 +4,15 @@ import logging
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shoal.backend.kv_mover import KVMover
 from shoal.backend.messages import AddSequence, MemoryStatus, WorkerStatus
 from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.step_log import StepLog
 from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
 from shoal.scheduler.scheduler import Scheduler
 from shoal.scheduler.sequence import FinishReason, Sequence
+
+DISK_WAIT_S = 0.005  # while nothing else can run
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +51,14 @@ class Engine:
         limits: EngineLimits,
         step_log: StepLog | None = None,
         guard: PressureGuard | None = None,
+        mover: KVMover | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._limits = limits
         self._step_log = step_log
         self._guard = guard
+        self._mover = mover
         self._num_steps = 0
         self._made_progress = True
         self._live: set[int] = set()
@@ -97,9 +102,11 @@ class Engine:
         refused, self._refused = self._refused, []
         if self._guard:
             self._scheduler.limits = self._guard.before_step()
+        self._take_from_disk()
         output = self._scheduler.schedule()
         self._made_progress = bool(output.scheduled or output.preempted or refused)
         if not output.scheduled:
+            self._move_only(output)
             return refused
         self._num_steps += 1
         if self._step_log:
@@ -133,6 +140,19 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             memory=self._memory_status(),
         )
+
+    def _move_only(self, output: SchedulerOutput) -> None:
+        """Nothing can run yet: move blocks, and wait a moment for those on their way from disk."""
+        if output.transfers:
+            self._runner.run(output)
+        if self._scheduler.is_loading:
+            self._take_from_disk(DISK_WAIT_S)
+            self._made_progress = True
+
+    def _take_from_disk(self, wait_s: float = 0.0) -> None:
+        if self._mover is not None:
+            results = self._mover.take_results(wait_s)
+            self._mover.remove(self._scheduler.take_disk_results(results))
 
     def _memory_status(self) -> MemoryStatus:
         if self._guard is None:

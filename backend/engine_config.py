@@ -46,6 +46,9 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_mib: int = 1024
     num_kv_blocks: int | None = None  # overrides kv_cache_mib
+    host_kv_mib: int | None = None  # KV blocks beside the device's; None: none on a CPU
+    kv_disk_dir: str | None = None  # where prefix blocks go that the host has no room for
+    kv_disk_mib: int = 4096
     memory_ceiling_mib: int | None = None  # of the worker; None: what the device has left for it
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -87,6 +90,14 @@ class EngineConfig:
         _check_range("block_size", self.block_size, 1, 256)
         _check_range("kv_cache_mib", self.kv_cache_mib, 1, 2**24)
         _check_range("num_kv_blocks", self.num_kv_blocks, 2, 2**31, optional=True)
+        _check_range("host_kv_mib", self.host_kv_mib, 0, 2**24, optional=True)
+        _check_range("kv_disk_mib", self.kv_disk_mib, 1, 2**30)
+        if self.kv_disk_dir is not None and (
+            not isinstance(self.kv_disk_dir, str) or not self.kv_disk_dir
+        ):
+            raise ConfigError("kv_disk_dir must be a folder name.")
+        if self.kv_disk_dir is not None and not (self.prefix_caching and self.host_kv_mib != 0):
+            raise ConfigError("kv_disk_dir needs prefix_caching, and host_kv_mib above 0.")
         _check_range("memory_ceiling_mib", self.memory_ceiling_mib, 64, 2**24, optional=True)
         _check_range("max_num_seqs", self.max_num_seqs, 1, 4096)
         _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)

@@ -55,6 +55,10 @@ class PagedKVCache:
         self._values = [self._storage[source][1] for source in layout.source_of]
 
     @property
+    def device(self) -> torch.device:
+        return self._keys[0].device
+
+    @property
     def num_layers(self) -> int:
         return len(self._keys)
 
@@ -73,3 +77,7 @@ class PagedKVCache:
     def layer(self, layer_idx: int) -> LayerCache:
         """All that is kept for a layer."""
         return LayerCache(self._keys[layer_idx], self._values[layer_idx])
+
+    def block_parts(self, group: int) -> tuple[torch.Tensor, ...]:
+        """All tensors in which a block of the group has its part; the block is dimension 1."""
+        return tuple(self._storage[layer] for layer in self.layout.groups[group].layers)

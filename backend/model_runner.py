@@ -11,6 +11,7 @@ import torch
 from shoal.backend.engine import RunResult
 from shoal.backend.forward_batch import ForwardBatch, GroupTables
 from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.kv_mover import KVMover
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, sample
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
@@ -40,11 +41,13 @@ class ModelRunner:
         kv_cache: PagedKVCache,
         device: torch.device,
         guard: PressureGuard | None = None,
+        mover: KVMover | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._device = device
         self._guard = guard
+        self._mover = mover
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunResult:
@@ -55,7 +58,9 @@ class ModelRunner:
         on. Running a sequence again only rewrites the same KV slots.
         """
         result = RunResult({}, {})
-        batches = [output.scheduled]
+        if self._mover is not None:
+            self._mover.carry_out(output.transfers)
+        batches = [output.scheduled] if output.scheduled else []
         while batches:
             scheduled = batches.pop()
             failure = self._try_batch(scheduled, result)

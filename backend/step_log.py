@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.backend.engine_config import ConfigError
-from shoal.scheduler.outputs import SchedulerOutput, StepOutput
+from shoal.scheduler.outputs import Preemption, SchedulerOutput, StepOutput
 
 
 class StepSequence(msgspec.Struct, frozen=True):
@@ -18,6 +18,24 @@ class StepSequence(msgspec.Struct, frozen=True):
     num_computed: int  # before this step
     prompt: int
     samples: bool
+
+
+class StepPreemption(msgspec.Struct, frozen=True):
+    """How a preempted sequence comes back, and what the ways would cost."""
+
+    seq_id: int
+    way: str  # cached, checkpoint or recompute
+    num_tokens: int  # computed ones that it lost
+    copy_ms: float | None  # None: there was no host memory for it
+    recompute_ms: float
+
+
+class StepRestored(msgspec.Struct, frozen=True):
+    """What a sequence got from the host instead of computing it."""
+
+    seq_id: int
+    way: str  # checkpoint, or cached: a prefix
+    num_tokens: int
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -32,6 +50,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     preempted: list[int]
     finished: list[int]
     free_blocks: int
+    preemptions: list[StepPreemption] = []
+    restored: list[StepRestored] = []
 
 
 class StepLog:
@@ -83,6 +103,11 @@ class StepLog:
             preempted=list(output.preempted),
             finished=[result.seq_id for result in results if result.finish_reason],
             free_blocks=free_blocks,
+            preemptions=[_preemption(item) for item in output.preemptions],
+            restored=[
+                StepRestored(item.seq_id, item.way.value, item.num_tokens)
+                for item in output.restored
+            ],
         )
         self._added, self._aborted, self._planned = [], [], []
         self._file.write(self._encoder.encode(record) + b"\n")
@@ -90,3 +115,10 @@ class StepLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _preemption(preemption: Preemption) -> StepPreemption:
+    plan = preemption.plan
+    copy_ms = None if plan.copy_s is None else round(1000 * plan.copy_s, 3)
+    recompute_ms = round(1000 * plan.recompute_s, 3)
+    return StepPreemption(preemption.seq_id, plan.way.value, plan.num_tokens, copy_ms, recompute_ms)

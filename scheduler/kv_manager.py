@@ -5,7 +5,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from shoal.scheduler.block_pool import BlockPool, num_blocks_for
+from shoal.scheduler.host_tier import HostTier
+from shoal.scheduler.outputs import Restored
 from shoal.scheduler.prefix_tree import PrefixLock, PrefixMatch, PrefixTree
+from shoal.scheduler.return_cost import UNMEASURED, ReturnPlan, ReturnWay
 from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.window_blocks import WindowBlocks
 
@@ -41,12 +44,14 @@ class KVCacheManager:
         pool: BlockPool,
         prefix_tree: PrefixTree | None = None,
         windows: SequenceOf[WindowBlocks] = (),
+        host: HostTier | None = None,
     ) -> None:
         assert prefix_tree is None or prefix_tree.block_size == pool.block_size
         assert all(window.pool.block_size == pool.block_size for window in windows)
         self.pool = pool
         self.prefix_tree = prefix_tree
         self.windows = tuple(windows)
+        self.host = host
         self._shared: dict[int, _Shared] = {}  # by seq_id
 
     @property
@@ -80,13 +85,29 @@ class KVCacheManager:
         """How many blocks the table lacks to hold the sequence's first ``num_tokens`` tokens."""
         return max(0, num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table))
 
+    def is_loading(self, sequence: Sequence) -> bool:
+        """Whether cached blocks of a waiting sequence are on their way from disk."""
+        if self.prefix_tree is None or self.host is None or self.host.prefixes is None:
+            return False
+        if self.host.prefixes.disk is None:
+            return False
+        limit = sequence.num_tokens - 1
+        match = self.prefix_tree.match(sequence.cache_salt, sequence.token_ids, limit)
+        return self.host.prefixes.must_wait(
+            sequence.seq_id,
+            sequence.cache_salt,
+            sequence.token_ids,
+            len(match.block_ids),
+            limit,
+        )
+
     def attach_prefix(self, sequence: Sequence) -> None:
         """Start the empty table of a sequence with what the prefix tree has of its tokens.
 
         At least one token is left to compute, since its logits are wanted.
         """
         assert not sequence.block_table
-        if self.prefix_tree is None:
+        if self.prefix_tree is None or self._has_checkpoint(sequence):
             return
         match = self.prefix_tree.match(
             sequence.cache_salt, sequence.token_ids, sequence.num_tokens - 1
@@ -144,14 +165,70 @@ class KVCacheManager:
             return None
         if not all(window.make_room(num_blocks) for window in self.windows):
             return None
-        if num_blocks > self.pool.num_free:
-            self._evict(num_blocks - self.pool.num_free)
-        blocks = self.pool.allocate(num_blocks)
-        assert blocks is not None, "the tree evicted fewer blocks than it offered"
-        sequence.block_table.extend(blocks)
+        blocks = self._extend(sequence, num_blocks)
         for window in self.windows:
             window.extend(sequence, num_blocks)
         return blocks
+
+    def return_plan(self, sequence: Sequence) -> ReturnPlan:
+        """How the sequence, if it lost its blocks now, would best get their contents again.
+
+        What others read of its prefix stays on the device and costs nothing.
+        """
+        shared = self._shared.get(sequence.seq_id)
+        num_kept = 0
+        if shared is not None and self.prefix_tree is not None:
+            num_kept = self.prefix_tree.num_blocks_kept(shared.lock)
+        num_tokens = sequence.num_computed_tokens - num_kept * self.block_size
+        lost = (num_tokens, len(sequence.block_table) - num_kept)
+        if self.host is None:
+            return ReturnPlan(ReturnWay.RECOMPUTE, *lost, None, UNMEASURED.recompute(num_tokens))
+        costs = self.host.costs
+        recompute_s = costs.recompute(num_tokens)
+        copy_s: float | None
+        if self.prefix_tree is not None and self.host.prefixes is not None:
+            num_full, rest = divmod(num_tokens, self.block_size)
+            copy_s = costs.copy((num_full,)) + costs.recompute(rest)
+            return ReturnPlan.choose(*lost, recompute_s, ReturnWay.CACHED, copy_s)
+        counts = [
+            sum(block is not None for block in table) for table in self._computed_tables(sequence)
+        ]
+        has_room = num_tokens > 0 and self.host.pool.has_room(counts)
+        copy_s = costs.copy(tuple(counts)) if has_room else None
+        return ReturnPlan.choose(*lost, recompute_s, ReturnWay.CHECKPOINT, copy_s)
+
+    def preempt(self, sequence: Sequence) -> ReturnPlan:
+        """Take the blocks of a sequence, and see to it that it gets their contents again."""
+        plan = self.return_plan(sequence)
+        checkpoints = plan.way is ReturnWay.CHECKPOINT
+        if checkpoints and self.host is not None:
+            tables = self._computed_tables(sequence)
+            self.host.save(sequence.seq_id, sequence.num_computed_tokens, tables)
+        self.free(sequence, cache=not checkpoints)
+        sequence.num_computed_tokens = 0
+        return plan
+
+    def bring_back(self, sequence: Sequence) -> Restored | None:
+        """Have what the host holds of a sequence copied to the device.
+
+        For one that was just admitted: room for these blocks is known to be there.
+        """
+        if self.host is None:
+            return None
+        checkpoint = self.host.pool.checkpoint(sequence.seq_id)
+        if checkpoint is None:
+            return self._bring_prefix(sequence, self.host)
+        self._extend(sequence, len(checkpoint.tables[0]))
+        for window, table in zip(self.windows, checkpoint.tables[1:], strict=True):
+            window.refill(sequence, [block is not None for block in table])
+        sequence.num_computed_tokens = checkpoint.num_tokens
+        self.host.restore(sequence.seq_id, self._computed_tables(sequence))
+        return Restored(sequence.seq_id, ReturnWay.CHECKPOINT, checkpoint.num_tokens)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is finished: the host keeps nothing of its own for it."""
+        if self.host is not None:
+            self.host.forget(sequence.seq_id)
 
     def free(self, sequence: Sequence, cache: bool = True, finished: bool = False) -> None:
         """Give back all blocks of the sequence and empty its table.
@@ -220,6 +297,45 @@ class KVCacheManager:
             for window in self.windows:
                 num_blocks = window.num_usable(tree_blocks, num_blocks)
         return num_blocks
+
+    def _has_checkpoint(self, sequence: Sequence) -> bool:
+        return self.host is not None and self.host.pool.checkpoint(sequence.seq_id) is not None
+
+    def _computed_tables(self, sequence: Sequence) -> list[list[int | None]]:
+        """Of each group, the blocks that hold computed tokens; None for dropped ones."""
+        num_blocks = num_blocks_for(sequence.num_computed_tokens, self.block_size)
+        first: list[int | None] = list(sequence.block_table[:num_blocks])
+        return [first, *(window.held(sequence, num_blocks) for window in self.windows)]
+
+    def _bring_prefix(self, sequence: Sequence, host: HostTier) -> Restored | None:
+        """Add the prefix blocks that the host has after those of the tree."""
+        prefixes = host.prefixes
+        if prefixes is None or not host.costs.restoring_pays(self.block_size):
+            return None
+        start = len(sequence.block_table)
+        path = (sequence.seq_id, sequence.cache_salt, sequence.token_ids)
+        limit = sequence.num_tokens - 1
+        num_blocks = len(prefixes.match(*path, start, limit))
+        self._extend(sequence, num_blocks)
+        # Room on the device may have come from eviction, which moves blocks to the host, and for
+        # them some that were found may be gone. Blocks without contents are just not computed yet.
+        found = prefixes.match(*path, start, limit)[:num_blocks]
+        host.restore_prefix(found, sequence.block_table[start : start + len(found)])
+        prefixes.forget_sequence(sequence.seq_id)
+        if not found:
+            return None
+        num_tokens = len(found) * self.block_size
+        sequence.num_computed_tokens += num_tokens
+        return Restored(sequence.seq_id, ReturnWay.CACHED, num_tokens)
+
+    def _extend(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """Add blocks to the first group's table; they are known to be there."""
+        if num_blocks > self.pool.num_free:
+            self._evict(num_blocks - self.pool.num_free)
+        blocks = self.pool.allocate(num_blocks)
+        assert blocks is not None, "the tree evicted fewer blocks than it offered"
+        sequence.block_table.extend(blocks)
+        return blocks
 
     def _evict(self, num_blocks: int) -> None:
         assert self.prefix_tree is not None

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from shoal.scheduler.return_cost import ReturnPlan, ReturnWay
 from shoal.scheduler.sequence import FinishReason, Sequence
+from shoal.scheduler.transfers import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,38 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Preemption:
+    """A sequence lost its device blocks, and how it is to get their contents again."""
+
+    seq_id: int
+    plan: ReturnPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A sequence got ``num_tokens`` tokens' KV from the host: its own checkpoint, or a prefix."""
+
+    seq_id: int
+    way: ReturnWay
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: scheduled sequences in batch order (running before newly admitted)."""
+    """One step: scheduled sequences in batch order (running before newly admitted).
+
+    The transfers come first, in their order, also in a step that schedules nothing.
+    """
 
     scheduled: tuple[ScheduledSequence, ...]
-    preempted: tuple[int, ...] = ()  # seq_ids that lost their blocks in this step
+    preemptions: tuple[Preemption, ...] = ()
+    restored: tuple[Restored, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def preempted(self) -> tuple[int, ...]:
+        """The seq_ids that lost their blocks in this step."""
+        return tuple(preemption.seq_id for preemption in self.preemptions)
 
     @property
     def num_tokens(self) -> int:

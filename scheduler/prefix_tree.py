@@ -171,6 +171,11 @@ class PrefixTree:
                 self._forget_empty_root(step)
             step = parent
 
+    def num_blocks_kept(self, lock: PrefixLock) -> int:
+        """Blocks of a locked path that others have locked too."""
+        path = [lock.node, *_ancestors(lock.node)]
+        return sum(len(step.block_ids) for step in path if step.num_locks > 1)
+
     def insert(
         self,
         salt: bytes,

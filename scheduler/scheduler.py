@@ -1,14 +1,23 @@
 """The iteration scheduler: which tokens of which sequences run in the next step."""
 
-from collections import deque
-from collections.abc import Collection, Mapping
+from bisect import insort
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.kv_manager import KVCacheManager
-from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput, StepOutput
+from shoal.scheduler.outputs import (
+    Preemption,
+    Restored,
+    SampledToken,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepOutput,
+)
 from shoal.scheduler.sequence import FinishReason, Sequence, SequenceStatus
 from shoal.scheduler.step_limits import StepLimits
+from shoal.scheduler.transfers import DiskResult
+from shoal.scheduler.victims import choose_victim
 
 _NONE_FAILED: Mapping[int, str] = {}
 
@@ -42,18 +51,29 @@ class Scheduler:
        of what is left goes to the prefills with the fewest tokens to go, so a short prompt never
        waits behind a long one; the rest goes to prefills in arrival order, so a long prompt never
        starves behind short ones.
-    3. **Allocate** blocks in arrival order. When they run out, the latest arrived running sequence
-       loses its blocks (recompute) and goes back to the front of the waiting.
+    3. **Allocate** blocks in arrival order. When they run out, a victim loses its blocks: the
+       sequence for which it costs the least to get their contents again, from the host or by
+       computing them (``choose_victim``). It waits in its place by arrival.
 
     Where memory is so short that ``limits`` allow fewer tokens than sequences run, they take turns.
 
-    The earliest running sequence gets at least one token in each step, or turn, and the pool holds
-    it at its longest, so there is always progress. Owned by the engine thread.
+    **Progress.** The earliest running sequence is never a victim, gets at least one token in each
+    step, or turn, and the pool holds it at its longest. So it ends, unless an earlier one is
+    admitted and takes its place; and the earliest of all stays the earliest until it ends, once it
+    runs. While it waits, nobody who came later is admitted (but for the second at most that blocks
+    may take to come from disk), so the running ones end until it fits. Hence all end, in turn.
+
+    **Churn is bounded.** Call slack the free blocks less those that running sequences lack for
+    their known tokens. Admission leaves it at 0 or more; a preemption, which happens only below 0,
+    raises it by 1 or more; and only a sampled token that needs a new block lowers it, by 1. So
+    there is at most one preemption for each block of sampled tokens, and one for each sequence's
+    first. In practice far fewer: a preempted sequence comes back only beside a spare block for each
+    running one. Each preemption adds once more to a victim's price, so that the loss goes round.
+
+    Owned by the engine thread.
     """
 
-    # Arrival order is the order of add(). Both lists keep it, and every running sequence arrived
-    # before every waiting one: admission takes from the front of one, preemption puts back the
-    # end of the other.
+    # Arrival order is the order of add(), and both lists keep it.
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         if config.max_model_len > kv.max_num_tokens:
@@ -69,8 +89,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.limits = StepLimits(config.max_num_batched_tokens)  # lower while memory is short
         self._turn = 0
+        self._num_arrivals = 0
         self._live: dict[int, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
 
     @property
@@ -98,6 +119,8 @@ class Scheduler:
                 f"not {sequence.num_tokens}. Shorten it.",
                 code="context_length_exceeded",
             )
+        sequence.arrival_index = self._num_arrivals
+        self._num_arrivals += 1
         self._live[sequence.seq_id] = sequence
         self._waiting.append(sequence)
 
@@ -114,15 +137,16 @@ class Scheduler:
         if self.kv.windows:
             for sequence in self._running:
                 self.kv.drop_behind_windows(sequence)
-        self._admit_waiting()
+        restored = self._admit_waiting()
         num_tokens = self._share_budget()
-        preempted = self._allocate(num_tokens)
+        preemptions = self._allocate(num_tokens)
         scheduled = tuple(
             ScheduledSequence(sequence, num_tokens[sequence.seq_id])
             for sequence in self._running
             if sequence.seq_id in num_tokens
         )
-        return SchedulerOutput(scheduled, tuple(preempted))
+        transfers = self.kv.host.take_transfers() if self.kv.host else ()
+        return SchedulerOutput(scheduled, tuple(preemptions), tuple(restored), transfers)
 
     def update_from_output(
         self,
@@ -149,6 +173,16 @@ class Scheduler:
                 outputs.append(self._append(sequence, sampled[sequence.seq_id]))
         return outputs
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks are on their way from disk."""
+        prefixes = self.kv.host.prefixes if self.kv.host else None
+        return prefixes is not None and prefixes.num_loading > 0
+
+    def take_disk_results(self, results: Iterable[DiskResult]) -> list[bytes]:
+        """Note what the disk has done; returns the digests of blocks to remove from it."""
+        return self.kv.host.take_disk_results(results) if self.kv.host else []
+
     def check_integrity(self) -> None:
         """Assert that lists, statuses, limits and blocks agree. For tests; costs O(blocks)."""
         assert len(self._running) <= self._max_num_running
@@ -162,16 +196,26 @@ class Scheduler:
         for sequence in self._waiting:
             assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
             assert not any(sequence.block_tables)
+        arrivals = [sequence.arrival_index for sequence in self._running]
+        assert arrivals == sorted(arrivals)
+        arrivals = [sequence.arrival_index for sequence in self._waiting]
+        assert arrivals == sorted(arrivals)
         self.kv.check_integrity(self._running)
+        if self.kv.host is not None:
+            self.kv.host.pool.check_integrity(self._live)
 
-    def _admit_waiting(self) -> None:
+    def _admit_waiting(self) -> list[Restored]:
+        restored = []
         spare = self.kv.num_free_blocks - sum(
             self.kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self._running
         )
-        while self._waiting and len(self._running) < self._max_num_running:
+        for sequence in tuple(self._waiting):
+            if len(self._running) >= self._max_num_running:
+                break
             if self._running and not self.limits.admits:
-                return
-            sequence = self._waiting[0]
+                break
+            if self.kv.is_loading(sequence):
+                continue
             num_free_before = self.kv.num_free_blocks
             self.kv.attach_prefix(sequence)
             spare -= num_free_before - self.kv.num_free_blocks  # cached blocks it now locks
@@ -182,13 +226,17 @@ class Scheduler:
             if num_blocks + margin > spare:
                 self.kv.free(sequence, cache=False)
                 sequence.num_computed_tokens = 0
-                return
+                break
+            came_back = self.kv.bring_back(sequence)
+            if came_back is not None:
+                restored.append(came_back)
             if sequence.status is SequenceStatus.WAITING:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
             spare -= num_blocks
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             sequence.status = SequenceStatus.RUNNING
-            self._running.append(sequence)
+            insort(self._running, sequence, key=_arrival)
+        return restored
 
     def _share_budget(self) -> dict[int, int]:
         """Tokens to run, by seq_id. See step 2 of the class docstring."""
@@ -219,33 +267,27 @@ class Scheduler:
         chosen = set((self._running[start:] + self._running[:start])[:most])
         return [sequence for sequence in self._running if sequence in chosen]
 
-    def _allocate(self, num_tokens: dict[int, int]) -> list[int]:
-        """Allocate blocks for ``num_tokens``; removes from it, and returns, what was preempted."""
-        preempted: list[int] = []
+    def _allocate(self, num_tokens: dict[int, int]) -> list[Preemption]:
+        """Allocate blocks for ``num_tokens``; takes out of it what had to be preempted."""
+        preemptions: list[Preemption] = []
         for sequence in tuple(self._running):
             while sequence.seq_id in num_tokens:
                 if self.kv.allocate_slots(sequence, num_tokens[sequence.seq_id]) is not None:
                     break
-                victim = self._preempt_latest()
+                victim = choose_victim(self._running, sequence, self.kv.return_plan)
                 num_tokens.pop(victim.seq_id, None)
-                preempted.append(victim.seq_id)
-        return preempted
+                preemptions.append(self._preempt(victim))
+        return preemptions
 
-    def _preempt_latest(self) -> Sequence:
-        """Move the latest arrived running sequence to the front of the waiting, to recompute."""
-        assert len(self._running) > 1, "one sequence outgrew the whole KV pool"
-        victim = self._running.pop()
-        self._reset(victim)
+    def _preempt(self, victim: Sequence) -> Preemption:
+        """Take a running sequence's blocks; among the waiting it keeps its place by arrival."""
+        self._running.remove(victim)
+        plan = self.kv.preempt(victim)
         victim.num_preemptions += 1
         victim.status = SequenceStatus.PREEMPTED
-        self._waiting.appendleft(victim)
+        insort(self._waiting, victim, key=_arrival)
         self.num_preemptions += 1
-        return victim
-
-    def _reset(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks; what of them stays cached it finds again when admitted."""
-        self.kv.free(sequence)
-        sequence.num_computed_tokens = 0
+        return Preemption(victim.seq_id, plan)
 
     def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
         output_index = sequence.num_output_tokens
@@ -287,5 +329,10 @@ class Scheduler:
             self._waiting.remove(sequence)
         del self._live[sequence.seq_id]
         self.kv.free(sequence, cache=reason is not FinishReason.ERROR, finished=True)
+        self.kv.forget(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival_index

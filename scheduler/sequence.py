@@ -43,6 +43,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     num_preemptions: int = 0
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # one a KV group
+    arrival_index: int = 0  # of the order in which the worker's sequences arrived
     arrival_step: int = 0  # engine step number at which the worker received it
 
     def __post_init__(self) -> None:

@@ -101,6 +101,20 @@ class WindowBlocks:
         assert blocks is not None, "no room was made"
         self.table(sequence).extend(blocks)
 
+    def held(self, sequence: TokenSequence, num_blocks: int) -> list[int | None]:
+        """The first entries of the table, None for holes."""
+        return [None if block == HOLE else block for block in self.table(sequence)[:num_blocks]]
+
+    def refill(self, sequence: TokenSequence, held: Sequence[bool]) -> None:
+        """Fill the empty table with new blocks where one was held, which is at its end."""
+        table = self.table(sequence)
+        assert not table
+        num_blocks = sum(held)
+        table += [HOLE] * (len(held) - num_blocks)
+        has_room = self.make_room(num_blocks)
+        assert has_room, "a window's pool ran out"
+        self.extend(sequence, num_blocks)
+
     def num_usable(self, tree_blocks: Sequence[int], num_blocks: int) -> int:
         """The most of the first ``num_blocks`` tree blocks after which a sequence can go on: all
         that its window then needs is cached."""

@@ -297,20 +297,20 @@ class TestPreemption:
         assert sorted(finished) == [0, 1]
 
     def test_a_preempted_sequence_waits_until_it_can_stay(self) -> None:
-        scheduler = make_scheduler(num_blocks=7, max_num_seqs=3)
+        scheduler = make_scheduler(num_blocks=9, max_num_seqs=3)
         victim = make_sequence(2, 47, max_tokens=9)
-        for sequence in (make_sequence(0, 31), make_sequence(1, 31), victim):
+        for sequence in (make_sequence(0, 31), make_sequence(1, 62, max_tokens=30), victim):
             scheduler.add(sequence)
-        for _ in range(3):
+        for _ in range(4):
             run_step(scheduler)
         assert victim.status is SequenceStatus.PREEMPTED
-        scheduler.abort(1)
+        scheduler.abort(0)
         # It would just fit, with no block left for the other to grow into.
         assert scheduler.free_blocks == 4
         assert scheduler.kv.num_missing_blocks(victim, victim.num_tokens + 1) == 4
         run_step(scheduler)
         assert victim.status is SequenceStatus.PREEMPTED
-        scheduler.abort(0)
+        scheduler.abort(1)
         run_step(scheduler)
         assert victim.status is SequenceStatus.RUNNING
 
