@@ -9,6 +9,9 @@ import torch
 
 from shoal.backend.engine import Engine, EngineLimits
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.grammar_compiler import GrammarCompiler
+from shoal.backend.grammar_gate import GrammarGate
+from shoal.backend.grammar_matcher import GrammarMatchers
 from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_layout import KVLayout
 from shoal.backend.kv_sizing import KVSize, size_kv_cache
@@ -22,6 +25,7 @@ from shoal.backend.models.decoder import Decoder
 from shoal.backend.models.native_decoder import NativeDecoder, missing_ops
 from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.step_log import StepLog
+from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.weights.catalogue import kernels_dir, resolve_weights
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_build import NativeBuildError
@@ -42,7 +46,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
 
-def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, WorkerReady]:
+def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate, WorkerReady]:
     """Load the model, allocate the KV cache and run a first step.
 
     Raises ConfigError for what an operator can mend. Sets the process's number of torch threads.
@@ -63,7 +67,13 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
     _run_first_step(ModelRunner(model, kv_cache, device), len(size.cache_blocks))
     memory = make_memory_watch(device, config.memory_ceiling_mib)
     guard = PressureGuard(memory, config.max_num_batched_tokens)
-    runner = ModelRunner(model, kv_cache, device, guard)
+    compiler = GrammarCompiler(
+        lambda: Tokenizer.from_checkpoint(resolve_weights(config.weights)),
+        loaded.config.vocab_size,
+        loaded.config.eos_token_ids,
+    )
+    grammars = GrammarMatchers(compiler, 2 * config.max_num_seqs)
+    runner = ModelRunner(model, kv_cache, device, guard, grammars=grammars)
     ready = WorkerReady(
         num_blocks=size.num_blocks,
         block_size=config.block_size,
@@ -76,7 +86,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Work
         kernels="native" if native else "reference",
     )
     scheduler = _make_scheduler(config, size, loaded.config.kv_layout)
-    return Engine(scheduler, runner, _limits(ready), step_log, guard), ready
+    engine = Engine(scheduler, runner, _limits(ready), step_log, guard)
+    return GrammarGate(engine, compiler), ready
 
 
 def choose_device(name: str) -> torch.device:

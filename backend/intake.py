@@ -7,7 +7,10 @@ from typing import Any
 
 import orjson
 
+from shoal.backend.grammar_compiler import GrammarCompiler, GrammarError
 from shoal.backend.strict_json import non_finite_field
+from shoal.backend.structured_output import FIELDS as GRAMMAR_FIELDS
+from shoal.backend.structured_output import take_grammar, unusable_grammar
 from shoal.backend.text.chat_template import ChatTemplate, parse_messages
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.scheduler.errors import RequestError
@@ -17,6 +20,7 @@ MAX_PROMPT_BYTES = 4 * 1024 * 1024  # whatever the context length
 MAX_SAMPLING_BYTES = 64 * 1024
 MAX_JSON_DEPTH = 32
 MAX_METADATA_LENGTH = 256  # characters
+MAX_COMPILE_S = 10.0  # that a request waits for its grammar; one takes well under a second
 
 # Request parameters that are about the way of a request, not about sampling.
 METADATA_NAMES = frozenset(
@@ -84,12 +88,14 @@ class Intake:
         max_model_len: int,
         vocab_size: int,
         default_sampling: Mapping[str, Any] | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._default_sampling = dict(default_sampling or {})
+        self._grammars = grammars
 
     def prepare(self, raw: RawRequest) -> PreparedRequest:
         """Validate, apply the chat template, tokenise, fill in max_tokens and seed."""
@@ -170,10 +176,31 @@ class Intake:
                     metadata.setdefault(name, _check_metadata(name, value))
             values = _without_overridden(values, data) | data
         values = _without_overridden(self._default_sampling, values) | values
+        grammar = take_grammar(values)
         sampling = SamplingParams.from_dict(values)
+        if grammar is not None:
+            _check_free_end(sampling)
+            self._compile(grammar)
+            sampling = replace(sampling, grammar=grammar)
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         return sampling, metadata
+
+    def _compile(self, grammar: str) -> None:
+        """Compile as the worker will, so that a refusal comes before anything else is done."""
+        if self._grammars is None:
+            return
+        try:
+            self._grammars.compile(grammar).result(MAX_COMPILE_S)
+        except GrammarError as error:
+            raise unusable_grammar("The grammar", str(error)) from None
+        except TimeoutError:
+            raise RequestError(
+                "Too many grammars are being compiled. Try again.",
+                code="overloaded",
+                status=503,
+                retry_after_ms=1000,
+            ) from None
 
     def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
         if any(token_id >= self._vocab_size for token_id in token_ids):
@@ -237,7 +264,25 @@ def _echo_input(raw: RawRequest, source: str) -> bool:
 
 
 _MAX_TOKENS_ALIASES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens"})
-_FIELD_NAMES = frozenset(item.name for item in fields(SamplingParams)) | _MAX_TOKENS_ALIASES
+_FIELD_NAMES = (
+    frozenset(item.name for item in fields(SamplingParams))
+    | _MAX_TOKENS_ALIASES
+    | {"response_format", "guided_choice"}
+)
+
+
+def _check_free_end(sampling: SamplingParams) -> None:
+    """Structured text ends where its grammar says."""
+    for name, is_set in (
+        ("ignore_eos", sampling.ignore_eos),
+        ("min_tokens", sampling.min_tokens > 0),
+    ):
+        if is_set:
+            raise RequestError(
+                f"{name} cannot be used with structured output ({', '.join(GRAMMAR_FIELDS)}). "
+                "Leave it out.",
+                param=name,
+            )
 
 
 def _without_overridden(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

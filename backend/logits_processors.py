@@ -1,28 +1,38 @@
 """What a request changes in the logits before a token is chosen, each row on its own.
 
-In this order: end-of-text ids before min_tokens are masked, logit_bias is added, then the
-repetition, presence and frequency penalties. The filters of ``sampler`` come after that; reported
-log-probabilities are those of the logits as the model gave them.
+In this order: tokens that the sequence's grammar forbids, and end-of-text ids before min_tokens,
+are masked; logit_bias is added; then come the repetition, presence and frequency penalties. The
+filters of ``sampler`` come after that; reported log-probabilities are those of the logits as the
+model gave them.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import Sequence
 
+# Of sequences that follow a grammar, by seq_id: which tokens may come next, bool [vocab_size].
+AllowedTokens = Mapping[int, torch.Tensor]
 
-def process_logits(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+
+def process_logits(
+    logits: torch.Tensor, sequences: list[Sequence], allowed_tokens: AllowedTokens
+) -> torch.Tensor:
     """Logits [num_samples, vocab_size] as the sequences want them; a copy where any differs."""
     rows = [row for row, sequence in enumerate(sequences) if _changes_logits(sequence)]
     if not rows:
         return logits
     processed = logits.clone()
     for row in rows:
-        _process_row(processed[row], sequences[row])
+        sequence = sequences[row]
+        if sequence.sampling.grammar is not None:
+            allowed = allowed_tokens[sequence.seq_id].to(logits.device)
+            processed[row].masked_fill_(~allowed, -math.inf)
+        _process_row(processed[row], sequence)
     return processed
 
 
@@ -37,6 +47,7 @@ def _changes_logits(sequence: Sequence) -> bool:
     sampling = sequence.sampling
     return (
         sequence.num_output_tokens < sampling.min_tokens
+        or sampling.grammar is not None
         or bool(sampling.logit_bias)
         or sampling.has_penalties
     )

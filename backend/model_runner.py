@@ -10,6 +10,8 @@ import torch
 
 from shoal.backend.engine import RunResult
 from shoal.backend.forward_batch import ForwardBatch, GroupTables
+from shoal.backend.grammar_compiler import GrammarError
+from shoal.backend.grammar_matcher import GrammarMatchers
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.kv_mover import KVMover
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
@@ -20,6 +22,7 @@ from shoal.scheduler.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 FORWARD_FAILED = "The model failed on this sequence; the server's log has the cause."
+GRAMMAR_FAILED = "The grammar of this request became too complex. Simplify it."
 OUT_OF_MEMORY = "The server has too little memory left for this sequence."
 
 Batch = tuple[ScheduledSequence, ...]
@@ -42,12 +45,14 @@ class ModelRunner:
         device: torch.device,
         guard: PressureGuard | None = None,
         mover: KVMover | None = None,
+        grammars: GrammarMatchers | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._device = device
         self._guard = guard
         self._mover = mover
+        self._grammars = grammars
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunResult:
@@ -87,8 +92,28 @@ class ModelRunner:
         sequences = [item.sequence for item in scheduled if item.samples]
         if not sequences:
             return
-        for sequence, token in zip(sequences, sample(logits, sequences), strict=True):
+        allowed = self._allowed_tokens(sequences, logits.shape[-1], result)
+        rows = [i for i, item in enumerate(sequences) if item.seq_id not in result.failed]
+        if len(rows) < len(sequences):
+            logits, sequences = logits[rows], [sequences[row] for row in rows]
+        for sequence, token in zip(sequences, sample(logits, sequences, allowed), strict=True):
             _record(result, sequence, token)
+
+    def _allowed_tokens(
+        self, sequences: list[Sequence], vocab_size: int, result: RunResult
+    ) -> dict[int, torch.Tensor]:
+        """By seq_id, of those that follow a grammar. One whose grammar breaks fails."""
+        allowed: dict[int, torch.Tensor] = {}
+        for sequence in sequences:
+            if sequence.sampling.grammar is None:
+                continue
+            assert self._grammars is not None
+            try:
+                allowed[sequence.seq_id] = self._grammars.allowed_tokens(sequence, vocab_size)
+            except GrammarError as error:
+                logger.error("sequence %d left its grammar: %s", sequence.seq_id, error)
+                result.failed[sequence.seq_id] = GRAMMAR_FAILED
+        return allowed
 
     def _after_failed_allocation(self, scheduled: Batch, result: RunResult) -> list[Batch]:
         """Have memory freed and say what to run instead."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.backend.logits_processors import process_logits
+from shoal.backend.logits_processors import AllowedTokens, process_logits
 from shoal.backend.philox import NUM_RANDOM_BITS, random_bits
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sequence import Sequence
@@ -26,6 +26,7 @@ WEIGHT_ONE = 2**40
 # top_p first looks among this many most likely tokens, and sorts the whole row only if they do
 # not reach top_p together.
 TOP_P_PREFIX = 1024
+_NONE_ALLOWED: AllowedTokens = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,12 @@ class SampleError:
 def sample(
     logits: torch.Tensor,  # float32 [num_samples, vocab_size], left unchanged
     sequences: list[Sequence],  # one a row
+    allowed_tokens: AllowedTokens = _NONE_ALLOWED,
 ) -> list[SampledToken | SampleError]:
-    """Choose the next token of each sequence."""
+    """Choose the next token of each sequence; those with a grammar need their allowed tokens."""
     if logits.device.type == "mps":  # sampling there would need 64-bit types that it lacks
         logits = logits.cpu()
-    allowed = process_logits(logits, sequences)
+    allowed = process_logits(logits, sequences, allowed_tokens)
     best_logits, best_ids = allowed.max(dim=-1)  # the lowest id where logits tie
     usable = torch.isfinite(best_logits).tolist()  # the maximum of a row with NaN is NaN
     token_ids: list[int] = best_ids.tolist()

@@ -21,6 +21,7 @@ from shoal.backend.dispatch_loop import (
     shutting_down,
 )
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.grammar_compiler import GrammarCompiler
 from shoal.backend.intake import Intake, PreparedRequest, RawRequest
 from shoal.backend.metrics import ServiceCounts
 from shoal.backend.orders import Cancelled, Prepared, Rejected, Submitted
@@ -115,6 +116,9 @@ class Service:
             loop.ready.max_model_len,
             loop.ready.vocab_size,
             self._config.default_sampling,
+            GrammarCompiler(
+                lambda: text.tokenizer, loop.ready.vocab_size, loop.ready.eos_token_ids
+            ),
         )
 
     def submit(self, raw: RawRequest, sink: Callable[[Chunk], None]) -> int:

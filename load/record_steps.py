@@ -16,9 +16,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from shoal.backend.engine import Engine
 from shoal.backend.engine_builder import build_engine
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.grammar_gate import GrammarGate
 from shoal.backend.messages import AddSequence
 from shoal.scheduler.sampling_params import SamplingParams
 
@@ -29,7 +29,9 @@ MAX_OUTPUT_TOKENS = 48
 class ShapeFeeder:
     """Keeps the engine at a wanted number of sequences of random lengths."""
 
-    def __init__(self, engine: Engine, max_prompt_tokens: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, engine: GrammarGate, max_prompt_tokens: int, vocab_size: int, seed: int
+    ) -> None:
         self._engine = engine
         self._max_prompt_tokens = max_prompt_tokens
         self._vocab_size = vocab_size

@@ -40,6 +40,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    grammar: str | None = None  # llguidance's form of what the text must follow; set by intake
 
     def __post_init__(self) -> None:
         _check_float("temperature", self.temperature, 0.0, 2.0)
@@ -86,7 +87,7 @@ class SamplingParams:
         ``max_new_tokens`` are taken as ``max_tokens`` (the first one present in that order wins
         over ``max_tokens``). ``logit_bias`` is an object from token id (a string) to number.
         """
-        known = {field.name for field in fields(cls)}
+        known = {field.name for field in fields(cls)} - {"grammar"}
         values = {name: value for name, value in values.items() if value is not None}
         for alias in ("max_completion_tokens", "max_new_tokens"):
             if alias in values:

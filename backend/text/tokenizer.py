@@ -65,6 +65,10 @@ class Tokenizer:
         metadata = read_gguf_metadata(path)
         return cls(build_fast_tokenizer(metadata), _gguf_settings(metadata))
 
+    def to_json(self) -> str:
+        """The tokeniser as a tokenizer.json."""
+        return str(self._fast.to_str())
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest token id. The model's own vocabulary may be padded beyond."""

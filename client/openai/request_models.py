@@ -14,7 +14,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -48,6 +47,11 @@ SAMPLING_FIELDS = (
     "seed",
     "stop",
     "stop_token_ids",
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
     "max_tokens",
     "max_completion_tokens",
     "min_tokens",
@@ -83,6 +87,11 @@ class GenerationBody(BaseModel):
     seed: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
@@ -251,6 +260,11 @@ EXPECTED_TYPES = {
     "seed": _WHOLE,
     "stop": "must be a string or a list of strings",
     "stop_token_ids": "must be a list of whole numbers",
+    "response_format": "must be an object with a type",
+    "guided_json": "must be a JSON schema, as an object or a string",
+    "guided_regex": _TEXT,
+    "guided_choice": "must be a list of strings",
+    "guided_grammar": _TEXT,
     "max_tokens": _WHOLE,
     "max_completion_tokens": _WHOLE,
     "min_tokens": _WHOLE,

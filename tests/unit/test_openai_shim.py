@@ -326,7 +326,9 @@ def test_64_streams_each_finish_once(http: httpx.Client) -> None:
         ({"logit_bias": [5]}, "logit_bias"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"guided_choice": [1]}, "guided_choice[0]"),
+        ({"guided_regex": 1}, "guided_regex"),
         ({"frequency_penalty": "0.5"}, "frequency_penalty"),
         ({"presence_penalty": [-1]}, "presence_penalty"),
         ({"repetition_penalty": True}, "repetition_penalty"),
@@ -425,6 +427,16 @@ def test_without_logprobs_none_are_asked_for(http: httpx.Client, model: FakeMode
     assert "return_logprobs" not in model.requests[0].inputs
 
 
+def test_what_structures_the_output_goes_to_the_backend(
+    http: httpx.Client, model: FakeModel
+) -> None:
+    formats = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}
+    assert http.post(CHAT, json=chat(response_format=formats)).status_code == 200
+    assert http.post(COMPLETIONS, json=completion(guided_choice=["a", "b"])).status_code == 200
+    assert model.requests[0].sampling == {"response_format": formats}
+    assert model.requests[1].sampling == {"guided_choice": ["a", "b"]}
+
+
 def test_neutral_values_are_as_if_absent(http: httpx.Client, model: FakeModel) -> None:
     body = chat(
         n=1,
@@ -432,7 +444,7 @@ def test_neutral_values_are_as_if_absent(http: httpx.Client, model: FakeModel) -
         top_logprobs=None,
         tools=[],
         tool_choice="none",
-        response_format={"type": "text"},
+        response_format=None,
         frequency_penalty=None,
         logit_bias=None,
         max_tokens=None,

@@ -233,7 +233,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
     expected = RepetitionPenaltyLogitsProcessor(penalty)(
         torch.tensor([seq.token_ids]), logits.clone()
     )
-    assert torch.equal(process_logits(logits, [seq]), expected)
+    assert torch.equal(process_logits(logits, [seq], {}), expected)
 
 
 def test_logit_bias_moves_the_choice_and_not_the_reported_logprob():
@@ -249,9 +249,9 @@ def test_processors_leave_the_neighbours_and_the_input_alone():
     before = logits.clone()
     changed = SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=((3, 50.0),))
     rows = [sequence(num_outputs=4), sequence(changed, num_outputs=4), sequence(num_outputs=4)]
-    processed = process_logits(logits, rows)
+    processed = process_logits(logits, rows, {})
     assert torch.equal(logits, before)
     assert torch.equal(processed[[0, 2]], logits[[0, 2]])
     assert processed[1, 3] == logits[1, 3] + 50
-    alone = process_logits(logits[1:2], rows[1:2])
+    alone = process_logits(logits[1:2], rows[1:2], {})
     assert torch.equal(processed[1:2], alone)

@@ -1,0 +1,74 @@
+"""Compiles grammars for one vocabulary, in a thread of its own and within limits."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from shoal.backend.text.tokenizer import Tokenizer
+
+MAX_COMPILED = 64  # grammars kept for the next request that brings the same one
+
+# Of work, not of time, so that what is refused does not depend on the machine: a compilation and
+# its first step take well under a second, later steps milliseconds.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled, or that a sequence has left: the sequence must fail."""
+
+
+class GrammarCompiler:
+    """``load_tokenizer`` is called once, in the compiling thread, with the first grammar."""
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Tokenizer],
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shoal-grammar")
+        self._lock = Lock()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+
+    def compile(self, grammar: str) -> "Future[LLMatcher]":
+        """Start to compile, or give what was compiled before: a matcher to copy, at its start.
+
+        The future's exception is a GrammarError where the grammar is at fault.
+        """
+        with self._lock:
+            future = self._compiled.get(grammar)
+            if future is None:
+                future = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return future
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        if self._vocabulary is None:
+            self._vocabulary = LLTokenizer(
+                self._load_tokenizer().to_json(), self._vocab_size, self._eos_token_ids
+            )
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+        probe = matcher.deep_copy()
+        if not probe.is_error():
+            # The first steps build much of the lexer, which all copies share, and show most faults.
+            mask = int.from_bytes(probe.compute_bitmask(), "little")
+            probe.consume_token((mask & -mask).bit_length() - 1)
+        if probe.is_error():
+            raise GrammarError(probe.get_error())
+        return matcher
