@@ -249,6 +249,8 @@ class DispatchLoop:
                             sequence.num_prompt_tokens,
                             sequence.sampling,
                             sequence.cache_salt,
+                            sequence.urgency,
+                            sequence.tpot_s,
                         )
                     )
                 case Abort(seq_id=seq_id):

@@ -1,6 +1,7 @@
 """The engine: schedule, run, update. It knows sequences of token ids and nothing of text."""
 
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,6 +81,8 @@ class Engine:
             sampling=message.sampling,
             eos_token_ids=self._limits.eos_token_ids,
             cache_salt=message.cache_salt,
+            urgency=message.urgency,
+            tpot_s=message.tpot_s,
             arrival_step=self._num_steps,
         )
         self._live.add(sequence.seq_id)
@@ -111,7 +114,9 @@ class Engine:
         self._num_steps += 1
         if self._step_log:
             self._step_log.planned(output)
+        start = time.monotonic()
         result = self._runner.run(output)
+        self._scheduler.pace.note(output.num_tokens, time.monotonic() - start)
         results = self._scheduler.update_from_output(
             output, result.sampled, result.failed, result.deferred
         )

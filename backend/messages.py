@@ -17,6 +17,8 @@ class AddSequence(msgspec.Struct, frozen=True, tag=True):
     num_prompt_tokens: int
     sampling: SamplingParams
     cache_salt: bytes = b""
+    urgency: int = 0
+    tpot_s: float | None = None
 
 
 class AbortSequence(msgspec.Struct, frozen=True, tag=True):

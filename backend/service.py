@@ -82,6 +82,7 @@ class Service:
         self._lock = threading.Lock()
         self._num_in_intake = 0
         self._tiers = config.tier_table()
+        self._tenants = config.tenant_table()
         self._estimate = DrainEstimate()  # the one that the last refusal came from
         self._num_refused_since = 0
         self._loop: DispatchLoop | None = None
@@ -216,7 +217,11 @@ class Service:
             num_ahead = estimate.num_refused + self._num_refused_since + 1
             try:
                 estimate.check(
-                    request_class.tenant, request_class.tier, request_class.timeout_s, num_ahead
+                    request_class.tenant,
+                    request_class.tier,
+                    request_class.timeout_s,
+                    num_ahead,
+                    self._tenants.get(request_class.tenant).weight,
                 )
             except RequestError:
                 self._num_refused_since += 1

@@ -106,6 +106,7 @@ class SimulatedWorker:
         self.num_steps += 1
         self.num_scheduled += len(output.scheduled)
         self._is_stepping = True
+        self.scheduler.pace.note(output.num_tokens, seconds)
         self._loop.after(seconds, self._end_step, output)
 
     def _end_step(self, output: SchedulerOutput) -> None:

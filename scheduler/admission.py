@@ -22,6 +22,7 @@ class Admission:
     def __init__(
         self,
         policy: str,
+        is_fair: bool,
         tenants: TenantTable,
         max_queued_requests: int,
         max_queued_tokens: int | None,
@@ -30,6 +31,7 @@ class Admission:
         self.tenants = TenantLedger(tenants)
         self.drain_meter = DrainMeter()
         self._policy = policy
+        self._is_fair = is_fair
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._num_refused = 0  # told to retry, less the places freed since
@@ -70,8 +72,11 @@ class Admission:
         """Raise RequestError where a new sequence of so many tokens exceeds a tenant's limits."""
         self.tenants.check_limits(tenant, num_tokens, self._mean_service_s)
 
-    def make_place(self, tier: Tier, num_tokens: int) -> list[Ticket]:
-        """What must be shed for a new sequence. Raises RequestError when the queue stays full."""
+    def make_place(self, tenant: str, tier: Tier, num_tokens: int) -> list[Ticket]:
+        """What must be shed for a new sequence. Raises RequestError when the queue stays full.
+
+        Lower tiers make way; under a fair policy, then the tenant with the most queued.
+        """
         requests_over = len(self.queue) + 1 - self._max_queued_requests
         tokens_over = 0
         if self._max_queued_tokens is not None and self.queue:
@@ -79,6 +84,11 @@ class Admission:
         if requests_over <= 0 and tokens_over <= 0:
             return []
         victims = self.queue.newest_below(tier.weight, requests_over, tokens_over)
+        if not victims and self._is_fair:
+            weight = self.tenants.weight(tenant)
+            victims = self.queue.newest_of_heaviest(
+                tenant, weight, tier.weight, requests_over, tokens_over
+            )
         if not victims:
             raise self._queue_full(requests_over > 0)
         return victims
@@ -105,7 +115,8 @@ class Admission:
             num_queued=num_queued,
             queued_tokens=queue.num_tokens,
             queued_work=queue.work,
-            mean_work=queue.work / num_queued if num_queued else 0.0,
+            mean_work=queue.mean_work,
+            heaviest_work=queue.heaviest[1] if self._is_fair else 0.0,
             work_by_tier=queue.work_by_tier,
             work_by_tenant=queue.work_by_tenant,
             lowest_weight=queue.lowest_weight,

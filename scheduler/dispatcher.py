@@ -11,7 +11,7 @@ from shoal.scheduler.errors import RequestError
 from shoal.scheduler.fleet import Fleet
 from shoal.scheduler.lazy_heap import LazyHeap
 from shoal.scheduler.outputs import StepOutput
-from shoal.scheduler.policies import Ticket, make_policy
+from shoal.scheduler.policies import DECODE_WEIGHT, Ticket, make_policy
 from shoal.scheduler.preemption import PreemptionConfig, Preemptor
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import FinishReason
@@ -19,6 +19,10 @@ from shoal.scheduler.tiers import DEFAULT_TENANT, DEFAULT_TIER, TenantTable, Tie
 from shoal.scheduler.worker_ledger import WorkerCapacity, WorkerLedger, WorkerLoad
 
 _SUSPECT_AFTER_REPLAYS = 2
+_MODEST_PART = 1 / 2  # of a tenant's share of the slots: below it its prompts are urgent
+# What a tenant may catch up after a quiet time: so much of the tokens that all workers hold, by
+# which two tenants' service may differ anyway (see VtcPolicy).
+_CREDIT = 1 / 8
 _RESERVE_AFTER_S = 30.0  # kept for so long after two tenants were there at once
 
 
@@ -55,7 +59,8 @@ class Dispatcher:
 
     A fair policy alone lets a flooding tenant fill all slots while the others are idle, and the
     next of another waits for one to end. So, while several tenants are about, a small part of each
-    worker is kept free for those that have less than their share of the slots.
+    worker is kept free for those that have less than their share of the slots, and workers compute
+    the prompts of those far below it first.
 
     A sequence that kills workers is found, and fails alone: see ``Fleet``.
     """
@@ -66,7 +71,11 @@ class Dispatcher:
         self._sequences: dict[int, DispatchedSequence] = {}
         self._policy = make_policy(config.policy)
         self._admission = Admission(
-            config.policy, config.tenants, config.max_queued_requests, config.max_queued_tokens
+            config.policy,
+            self._policy.is_fair,
+            config.tenants,
+            config.max_queued_requests,
+            config.max_queued_tokens,
         )
         self._fleet = Fleet(max(1, min(_SUSPECT_AFTER_REPLAYS, config.max_replays)))
         self._preemptor = Preemptor(config.preemption, self._fleet)
@@ -128,7 +137,7 @@ class Dispatcher:
         arrival = now if arrival is None else arrival
         if timeout_s is not None:
             self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now)
-        deliveries = self._make_place(tier, num_tokens)
+        deliveries = self._make_place(tenant, tier, num_tokens)
         ticket = Ticket(
             seq_id,
             self._num_added,
@@ -140,7 +149,14 @@ class Dispatcher:
             prefix_hit=prefix_hit,
         )
         sequence = DispatchedSequence(
-            seq_id, list(prompt_token_ids), num_tokens, sampling, ticket, timeout_s, cache_salt
+            seq_id,
+            list(prompt_token_ids),
+            num_tokens,
+            sampling,
+            ticket,
+            timeout_s,
+            cache_salt,
+            tpot_s=None if tier.tpot_ms is None else tier.tpot_ms / 1000,
         )
         self._num_added += 1
         self._sequences[seq_id] = sequence
@@ -188,6 +204,7 @@ class Dispatcher:
     def worker_ready(self, worker_id: int, capacity: WorkerCapacity) -> list[Delivery]:
         """Take a new, empty worker into use. Fails queued sequences that no worker can hold."""
         self._fleet.add(worker_id, capacity)
+        self._policy.credit = _CREDIT * DECODE_WEIGHT * self._fleet.num_kv_tokens
         hopeless = [
             s
             for s in self._sequences.values()
@@ -326,6 +343,13 @@ class Dispatcher:
     def _has_its_share(self, tenant: str) -> bool:
         return self._admission.tenants.has_its_share(tenant, self._fleet.num_slots)
 
+    def _urgency(self, ticket: Ticket, now: float) -> int:
+        """While several tenants are about, prompts of those far below their share go first."""
+        if not self._keeps_reserve(now):
+            return 0
+        tenants, num_slots = self._admission.tenants, self._fleet.num_slots
+        return -1 if tenants.has_its_share(ticket.tenant, num_slots, _MODEST_PART) else 1
+
     def _modest_head(self, now: float) -> DispatchedSequence | None:
         """The next sequence of a tenant that may use a reserve, when the head may not."""
         if not (self._keeps_reserve(now) and self._fleet.has_free_slot):
@@ -341,6 +365,7 @@ class Dispatcher:
             # At once, not when it was computed: else a tenant could take all slots meanwhile.
             ticket.is_prefill_charged = True
             self._policy.charge(ticket, prefill_tokens=sequence.num_prompt_tokens)
+        sequence.urgency = self._urgency(ticket, now)
         sequence.worker_id = worker.worker_id
         sequence.preempted_from = None
         sequence.handed_over = now
@@ -423,9 +448,9 @@ class Dispatcher:
         aborts, self._aborts = self._aborts, []
         return aborts
 
-    def _make_place(self, tier: Tier, num_tokens: int) -> list[Delivery]:
+    def _make_place(self, tenant: str, tier: Tier, num_tokens: int) -> list[Delivery]:
         """Shed what a new sequence needs gone. Raises RequestError when the queue stays full."""
-        victims = self._admission.make_place(tier, num_tokens)
+        victims = self._admission.make_place(tenant, tier, num_tokens)
         self.num_shed += len(victims)
         return [
             self._fail(

@@ -68,6 +68,7 @@ class DrainEstimate:
     mean_work: float = 0.0  # of one new sequence
     work_by_tier: Mapping[float, float] = field(default_factory=dict)  # queued, by tier weight
     work_by_tenant: Mapping[str, float] = field(default_factory=dict)  # queued
+    heaviest_work: float = 0.0  # queued of the tenant with the most for its weight; 0: not fair
     lowest_weight: float = math.inf  # of the tiers that have sequences to shed
     interval_s: float = 1.0  # from one hand-over to the next
     num_refused: int = 0  # told to retry, less the places freed since
@@ -83,16 +84,26 @@ class DrainEstimate:
         return refusals.retry_ms(self.interval_s * num_ahead)
 
     def check(
-        self, tenant: str, tier: Tier, timeout_s: float | None, num_ahead: int | None = None
+        self,
+        tenant: str,
+        tier: Tier,
+        timeout_s: float | None,
+        num_ahead: int | None = None,
+        tenant_weight: float = 1.0,
     ) -> None:
         """Raise the RequestError for a new sequence that cannot be taken, or not in time."""
         if self.is_draining:
             raise refusals.draining()
-        if self.is_full and tier.weight <= self.lowest_weight:
+        if self.is_full and not self._can_displace(tenant, tier, tenant_weight):
             num_ahead = self.num_refused + 1 if num_ahead is None else num_ahead
             raise refusals.queue_full(self.max_queued_requests, self.retry_after_ms(num_ahead))
         if timeout_s is not None and (wait_s := self.wait_s(tenant, tier)) > timeout_s:
             raise refusals.deadline(wait_s, timeout_s)
+
+    def _can_displace(self, tenant: str, tier: Tier, tenant_weight: float) -> bool:
+        """Whether something queued would make way, as far as these sums tell."""
+        own = self.work_by_tenant.get(tenant, 0.0) + self.mean_work
+        return tier.weight > self.lowest_weight or own / tenant_weight < self.heaviest_work
 
     def _work_ahead(self, tenant: str, tier: Tier | None) -> float:
         if self.policy == "priority" and tier is not None:

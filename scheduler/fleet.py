@@ -47,6 +47,11 @@ class Fleet:
         return sum(worker.capacity.max_num_seqs for worker in self)
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that all workers together hold."""
+        return sum(w.capacity.num_blocks * w.capacity.block_size for w in self)
+
+    @property
     def has_free_slot(self) -> bool:
         return any(len(worker.reserved) < worker.capacity.max_num_seqs for worker in self)
 

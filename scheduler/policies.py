@@ -60,6 +60,7 @@ class QueuePolicy(ABC):
 
     preempts = True  # whether its head may take the place of a running sequence of a lower tier
     is_fair = False  # between tenants
+    credit = 0.0  # weighted tokens that a fair one lets a tenant catch up after a quiet time
 
     @abstractmethod
     def push(self, ticket: Ticket, now: float) -> None:
@@ -215,7 +216,7 @@ class WfqPolicy(QueuePolicy):
             return
         prefill = 0 if head.is_prefill_charged else head.num_prompt_tokens
         cost = token_cost(prefill, head.expected_outputs, 0) / (1 + head.boost)
-        self._counters.enter(key, cost / _flow_weight(head))
+        self._counters.enter(key, cost / _flow_weight(head), self.credit / _flow_weight(head))
 
 
 class VtcPolicy(QueuePolicy):
@@ -223,8 +224,8 @@ class VtcPolicy(QueuePolicy):
 
     While two tenants of equal weight both wait, their service in weighted tokens differs by at
     most 2 max(PREFILL_WEIGHT * longest prompt, DECODE_WEIGHT * tokens in the batch), and 2 BURST
-    where reserves are kept. Within a tenant the same rule goes over its tiers, by weight, then
-    arrival.
+    where reserves are kept. One that did not use its share before may be ``credit`` ahead. Within
+    a tenant the same rule goes over its tiers, by weight, then arrival.
     """
 
     is_fair = True
@@ -235,7 +236,7 @@ class VtcPolicy(QueuePolicy):
 
     def push(self, ticket: Ticket, now: float) -> None:
         tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
-        self._counters.enter(ticket.tenant)
+        self._counters.enter(ticket.tenant, credit=self.credit / _flow_weight(ticket))
         tenant.push(ticket)
 
     def peek(self, now: float) -> Ticket | None:

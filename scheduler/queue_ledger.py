@@ -1,8 +1,12 @@
 """What waits and what of it can be shed: the sums that admission decides by."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shoal.scheduler.policies import Ticket
+
+Key = TypeVar("Key")
 
 
 @dataclass(slots=True, eq=False)
@@ -21,8 +25,10 @@ class QueueLedger:
     work_by_tier: dict[float, float] = field(default_factory=dict)  # by tier weight
     work_by_tenant: dict[str, float] = field(default_factory=dict)
     _entries: dict[int, _Queued] = field(default_factory=dict)
-    # By tier weight, oldest first. What was in service once is not shed: its client has tokens.
+    # By tier weight and by tenant, oldest first. What was in service once is not shed: its client
+    # has tokens.
     _sheddable: dict[float, dict[int, Ticket]] = field(default_factory=dict)
+    _sheddable_of: dict[str, dict[int, Ticket]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -39,17 +45,14 @@ class QueueLedger:
         self._add(ticket, num_tokens, work)
         if is_new:
             self._sheddable.setdefault(ticket.tier.weight, {})[ticket.seq_id] = ticket
+            self._sheddable_of.setdefault(ticket.tenant, {})[ticket.seq_id] = ticket
 
     def leave(self, ticket: Ticket) -> None:
         """A sequence is queued no more."""
         entry = self._entries.pop(ticket.seq_id)
         self._add(ticket, -entry.num_tokens, -entry.work)
-        weight = ticket.tier.weight
-        tier = self._sheddable.get(weight)
-        if tier is not None:
-            tier.pop(ticket.seq_id, None)
-            if not tier:
-                del self._sheddable[weight]
+        _take_out(self._sheddable, ticket.tier.weight, ticket.seq_id)
+        _take_out(self._sheddable_of, ticket.tenant, ticket.seq_id)
         if not self._entries:  # rounding errors end with the last entry
             self.work = 0.0
             self.work_by_tier.clear()
@@ -60,16 +63,59 @@ class QueueLedger:
 
         Enough to free ``num_requests`` places and ``num_tokens`` tokens, or nothing.
         """
+        tickets = (
+            ticket
+            for tier_weight in sorted(self._sheddable)
+            if tier_weight < weight
+            for ticket in reversed(self._sheddable[tier_weight].values())
+        )
+        return self._enough(tickets, num_requests, num_tokens)
+
+    def newest_of_heaviest(
+        self, tenant: str, tenant_weight: float, weight: float, num_requests: int, num_tokens: int
+    ) -> list[Ticket]:
+        """What to shed for ``tenant``: of the tenant with the most work queued for its weight.
+
+        As ``newest_below``, but of tiers up to ``weight``; nothing where it has no more than
+        ``tenant`` would have.
+        """
+        own = (self.work_by_tenant.get(tenant, 0.0) + self.mean_work) / tenant_weight
+        name, load = self.heaviest
+        if name == tenant or load <= own:
+            return []
+        tickets = (
+            ticket
+            for ticket in reversed(self._sheddable_of[name].values())
+            if ticket.tier.weight <= weight
+        )
+        return self._enough(tickets, num_requests, num_tokens)
+
+    @property
+    def mean_work(self) -> float:
+        """Of one queued sequence."""
+        return self.work / len(self._entries) if self._entries else 0.0
+
+    @property
+    def heaviest(self) -> tuple[str, float]:
+        """The tenant with the most work queued for its weight, and how much. O(tenants)."""
+        loads = (
+            (self.work_by_tenant.get(name, 0.0) / next(iter(tickets.values())).tenant_weight, name)
+            for name, tickets in self._sheddable_of.items()
+        )
+        load, name = max(loads, default=(0.0, ""))
+        return name, load
+
+    def _enough(
+        self, tickets: Iterable[Ticket], num_requests: int, num_tokens: int
+    ) -> list[Ticket]:
+        """The first of ``tickets`` that together free so much; none where all do not."""
         chosen: list[Ticket] = []
-        for tier_weight in sorted(self._sheddable):
-            if tier_weight >= weight:
+        for ticket in tickets:
+            if num_requests <= 0 and num_tokens <= 0:
                 break
-            for ticket in reversed(self._sheddable[tier_weight].values()):
-                if num_requests <= 0 and num_tokens <= 0:
-                    return chosen
-                chosen.append(ticket)
-                num_requests -= 1
-                num_tokens -= self._entries[ticket.seq_id].num_tokens
+            chosen.append(ticket)
+            num_requests -= 1
+            num_tokens -= self._entries[ticket.seq_id].num_tokens
         return chosen if num_requests <= 0 and num_tokens <= 0 else []
 
     def check_integrity(self, queued: dict[int, int]) -> None:
@@ -78,6 +124,10 @@ class QueueLedger:
         assert self.num_tokens == sum(queued.values())
         total = sum(entry.work for entry in self._entries.values())
         assert abs(self.work - total) < 1e-6 * max(1.0, total)
+        for tenant, tickets in self._sheddable_of.items():
+            assert tickets
+            assert all(ticket.tenant == tenant for ticket in tickets.values())
+        assert sum(map(len, self._sheddable_of.values())) == sum(map(len, self._sheddable.values()))
         for weight, tickets in self._sheddable.items():
             assert tickets
             assert all(self._entries[seq_id].ticket is t for seq_id, t in tickets.items())
@@ -93,3 +143,12 @@ class QueueLedger:
             self.work_by_tenant[tenant] = left
         else:
             self.work_by_tenant.pop(tenant, None)
+
+
+def _take_out(groups: dict[Key, dict[int, Ticket]], key: Key, seq_id: int) -> None:
+    """Remove from a group, and the group when it is empty."""
+    group = groups.get(key)
+    if group is not None:
+        group.pop(seq_id, None)
+        if not group:
+            del groups[key]

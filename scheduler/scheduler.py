@@ -15,7 +15,9 @@ from shoal.scheduler.outputs import (
     StepOutput,
 )
 from shoal.scheduler.sequence import FinishReason, Sequence, SequenceStatus
+from shoal.scheduler.step_budget import share_budget
 from shoal.scheduler.step_limits import StepLimits
+from shoal.scheduler.step_pace import StepPace
 from shoal.scheduler.transfers import DiskResult
 from shoal.scheduler.victims import choose_victim
 
@@ -47,10 +49,9 @@ class Scheduler:
 
     1. **Admit** waiting sequences in arrival order while a slot is free and the blocks of all
        their known tokens, and of the next, fit beside what the running ones still lack.
-    2. **Share** the token budget. A running sequence that lacks one token (decode) gets it. Half
-       of what is left goes to the prefills with the fewest tokens to go, so a short prompt never
-       waits behind a long one; the rest goes to prefills in arrival order, so a long prompt never
-       starves behind short ones.
+    2. **Share** the token budget: see ``share_budget``. Decodes come first, then urgent prefills;
+       a short prompt never waits behind a long one, and a long one never starves behind short
+       ones.
     3. **Allocate** blocks in arrival order. When they run out, a victim loses its blocks: the
        sequence for which it costs the least to get their contents again, from the host or by
        computing them (``choose_victim``). It waits in its place by arrival.
@@ -86,6 +87,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self._max_num_running = min(config.max_num_seqs, most_running or config.max_num_seqs)
+        self.pace = StepPace()  # fed by whoever runs the steps
         self.num_preemptions = 0
         self.limits = StepLimits(config.max_num_batched_tokens)  # lower while memory is short
         self._turn = 0
@@ -241,22 +243,7 @@ class Scheduler:
     def _share_budget(self) -> dict[int, int]:
         """Tokens to run, by seq_id. See step 2 of the class docstring."""
         whole_budget = min(self.config.max_num_batched_tokens, self.limits.max_num_tokens)
-        members = self._take_turns(whole_budget)
-        lacking = {s.seq_id: s.num_uncomputed_tokens for s in members}
-        prefills = [s.seq_id for s in members if s.num_uncomputed_tokens > 1]
-        num_tokens = {seq_id: 1 for seq_id, lacks in lacking.items() if lacks == 1}
-        budget = whole_budget - len(num_tokens)
-        quick_budget = budget // 2  # rounded down: arrival order wins the last token
-        for seq_id in sorted(prefills, key=lacking.__getitem__):
-            grant = min(lacking[seq_id], quick_budget)
-            num_tokens[seq_id] = grant
-            quick_budget -= grant
-            budget -= grant
-        for seq_id in prefills:
-            grant = min(lacking[seq_id] - num_tokens[seq_id], budget)
-            num_tokens[seq_id] += grant
-            budget -= grant
-        return {seq_id: count for seq_id, count in num_tokens.items() if count}
+        return share_budget(self._take_turns(whole_budget), whole_budget, self.pace)
 
     def _take_turns(self, most: int) -> list[Sequence]:
         """The running sequences, in arrival order; at most ``most``, and the others next time."""

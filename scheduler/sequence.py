@@ -37,6 +37,8 @@ class Sequence:
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: bytes = b""  # who may share its prefix: equal salts alone meet in the cache
+    urgency: int = 0  # of its prefill: 1 goes before others, -1 yields to what may come
+    tpot_s: float | None = None  # steps in which it decodes should be no longer
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0

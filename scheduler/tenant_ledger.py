@@ -75,9 +75,13 @@ class TenantLedger:
         if not self._in_service[tenant]:
             del self._in_service[tenant]
 
-    def has_its_share(self, tenant: str, num_slots: int) -> bool:
-        """Whether the tenant has its weight's share of the slots, among those that are about."""
-        return self._in_service[tenant] * self._live_weight >= num_slots * self.weight(tenant)
+    def has_its_share(self, tenant: str, num_slots: int, part: float = 1.0) -> bool:
+        """Whether the tenant has its weight's share of the slots, among those that are about.
+
+        With a ``part``, whether it has so much of that share.
+        """
+        share = part * num_slots * self.weight(tenant)
+        return self._in_service[tenant] * self._live_weight >= share
 
     def check_limits(self, tenant: str, num_tokens: int, mean_service_s: float) -> None:
         """Raise RequestError where a new sequence of so many tokens exceeds the tenant's limits."""

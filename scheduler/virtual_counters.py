@@ -11,9 +11,9 @@ _MAX_SKIPPED = 16
 class VirtualCounters:
     """A virtual token counter per key, with the lift of the VTC paper (Sheng et al., OSDI '24).
 
-    A key that comes to wait again is lifted to the level of those waiting, so nobody saves up
-    service while idle. An ``offset`` is added to a waiting key's counter for the order alone.
-    O(log n) an operation, amortised.
+    A key that comes to wait again is lifted to the level of those waiting, less a bounded credit,
+    so nobody saves up more service than that while idle. An ``offset`` is added to a waiting key's
+    counter for the order alone. O(log n) an operation, amortised.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class VirtualCounters:
         known = self._service.get(key)
         return self._level() if known is None else known
 
-    def enter(self, key: str, offset: float = 0.0) -> None:
+    def enter(self, key: str, offset: float = 0.0, credit: float = 0.0) -> None:
         """The key waits from now on: lift its counter. Or it has a new offset."""
         if key not in self._waiting:
             level = self._level()
-            service = max(self._service.get(key, level), level)
+            service = max(self._service.get(key, level), level - credit)
             self._forget_idle(level)
             self._service[key] = service
         self._offset[key] = offset

@@ -108,12 +108,21 @@ class VirtualService:
                 continue
             sent = command.sequence
             self.scheduler.add(
-                Sequence(sent.seq_id, list(sent.token_ids), sent.num_prompt_tokens, sent.sampling)
+                Sequence(
+                    sent.seq_id,
+                    list(sent.token_ids),
+                    sent.num_prompt_tokens,
+                    sent.sampling,
+                    urgency=sent.urgency,
+                    tpot_s=sent.tpot_s,
+                )
             )
 
     def _step(self) -> None:
         output = self.scheduler.schedule()
-        self.now += STEP_BASE_S + STEP_PER_TOKEN_S * output.num_tokens
+        seconds = STEP_BASE_S + STEP_PER_TOKEN_S * output.num_tokens
+        self.scheduler.pace.note(output.num_tokens, seconds)
+        self.now += seconds
         sampled = {
             item.sequence.seq_id: fake_token(item.sequence.seq_id, item.sequence.num_output_tokens)
             for item in output.scheduled

@@ -311,3 +311,43 @@ def test_a_cached_prompt_is_charged_less_than_another() -> None:
         output = StepOutput(seq_id, 0, fake_token(seq_id, 0), FinishReason.STOP, cached)
         dispatcher.outputs(1, [output], 0.0)
     assert order == [0, 10, 1, 11]
+
+
+class TestFairShedding:
+    def fill(self, policy: str, **config: Any) -> Dispatcher:
+        dispatcher = make_dispatcher(4, policy=policy, **config)
+        for seq_id in range(4):
+            add(dispatcher, seq_id, tenant="flood")
+        return dispatcher
+
+    @pytest.mark.parametrize("policy", ["vtc", "wfq"])
+    def test_a_full_queue_of_one_tenant_makes_way_for_another(self, policy: str) -> None:
+        dispatcher = self.fill(policy)
+        assert ends(add(dispatcher, 4, tenant="light")) == [(3, "shed")]
+        assert ends(add(dispatcher, 5, tenant="light")) == [(2, "shed")]
+        # Now both have as much.
+        assert refused(dispatcher, 6, tenant="light").code == "queue_full"
+        assert refused(dispatcher, 7, tenant="flood").code == "queue_full"
+
+    def test_other_policies_do_not_know_tenants(self) -> None:
+        assert refused(self.fill("priority"), 4, tenant="light").code == "queue_full"
+
+    def test_by_weight(self) -> None:
+        tenants = TenantTable({"flood": TenantSettings(weight=8.0)})
+        assert refused(self.fill("vtc", tenants=tenants), 4, tenant="light").code == "queue_full"
+
+    def test_a_higher_tier_is_not_shed(self) -> None:
+        dispatcher = make_dispatcher(2, policy="wfq")
+        add(dispatcher, 0, tenant="flood", slo_class="high")
+        add(dispatcher, 1, tenant="flood", slo_class="high")
+        assert refused(dispatcher, 2, tenant="light", slo_class="low").code == "queue_full"
+
+    def test_the_estimate_says_so_beforehand(self) -> None:
+        dispatcher = self.fill("vtc")
+        estimate = dispatcher.estimate(0.0)
+        tier = TIERS.get("standard")
+        estimate.check("light", tier, None)
+        with pytest.raises(RequestError, match="full"):
+            estimate.check("flood", tier, None)
+        with pytest.raises(RequestError, match="full"):
+            estimate.check("light", tier, None, tenant_weight=0.01)

@@ -280,3 +280,19 @@ class TestVirtualCounters:
         assert counters.least_other({"a"}.__contains__, 256.0) == "b"
         assert counters.least_other({"a", "b"}.__contains__, 256.0) is None
         assert counters.least() == "a"
+
+
+def test_a_quiet_time_earns_a_bounded_credit() -> None:
+    counters = VirtualCounters()
+    counters.enter("light", credit=100.0)
+    counters.leave("light")
+    counters.enter("flood")
+    counters.charge("flood", 30.0)
+    counters.enter("light", credit=100.0)
+    assert counters.service("light") == 0.0  # all of what it did not use
+    counters.leave("light")
+    counters.charge("flood", 1000.0)
+    counters.enter("light", credit=100.0)
+    assert counters.service("light") == 930.0
+    counters.enter("new", credit=100.0)
+    assert counters.service("new") == 930.0  # a stranger has earned nothing

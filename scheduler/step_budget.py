@@ -1,0 +1,67 @@
+"""How the token budget of one step is shared among the running sequences."""
+
+from collections.abc import Sequence as Many
+
+from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.step_pace import StepPace
+
+# Parts of a step's budget. A yielding prefill takes small portions, so that a step is over soon
+# when somebody's urgent prompt comes; beside an urgent one the others still get a little.
+_YIELDING_SHARE = 3 / 16
+_BESIDE_URGENT_SHARE = 1 / 16
+_LEAST_SHARE = 1 / 16  # of prefills, however short the steps should be
+
+
+def share_budget(members: Many[Sequence], budget: int, pace: StepPace) -> dict[int, int]:
+    """Tokens to run by seq_id, of ``members`` in arrival order.
+
+    A sequence that lacks one token (decode) gets it. The others share what is left, or less where
+    a decode's ``tpot_s`` asks for shorter steps. Urgent prefills go first.
+    """
+    num_tokens = {s.seq_id: 1 for s in members if s.num_uncomputed_tokens == 1}
+    prefills = [s for s in members if s.num_uncomputed_tokens > 1]
+    if not prefills:
+        return num_tokens
+    left = min(budget - len(num_tokens), _most_prefill(members, budget, len(num_tokens), pace))
+    urgent = [s for s in prefills if s.urgency > 0]
+    others = [s for s in prefills if s.urgency <= 0]
+    if urgent and others:
+        portion = max(1, int(left * _BESIDE_URGENT_SHARE))
+        used = _grant(num_tokens, urgent, left - portion)
+        _grant(num_tokens, others, min(left - used, portion))
+    else:
+        if any(s.urgency < 0 for s in others):
+            portion = max(1, int(budget * _YIELDING_SHARE), pace.tokens_of_base)
+            left = min(left, portion)
+        _grant(num_tokens, prefills, left)
+    return {seq_id: count for seq_id, count in num_tokens.items() if count}
+
+
+def _grant(num_tokens: dict[int, int], prefills: Many[Sequence], budget: int) -> int:
+    """Share ``budget`` among prefills in arrival order; returns what was used.
+
+    Half goes to those with the fewest tokens to go, so a short prompt never waits behind a long
+    one; the rest goes in arrival order, so a long prompt never starves behind short ones.
+    """
+    lacking = {s.seq_id: s.num_uncomputed_tokens for s in prefills}
+    left = budget
+    quick = budget // 2  # rounded down: arrival order wins the last token
+    for seq_id in sorted(lacking, key=lacking.__getitem__):
+        grant = min(lacking[seq_id], quick)
+        num_tokens[seq_id] = grant
+        quick -= grant
+        left -= grant
+    for seq_id, lacks in lacking.items():
+        grant = min(lacks - num_tokens[seq_id], left)
+        num_tokens[seq_id] += grant
+        left -= grant
+    return budget - left
+
+
+def _most_prefill(members: Many[Sequence], budget: int, num_decodes: int, pace: StepPace) -> int:
+    """Prefill tokens of a step that is as short as the decodes in it want."""
+    targets = [s.tpot_s for s in members if s.tpot_s is not None and s.num_uncomputed_tokens == 1]
+    if not targets:
+        return budget
+    most = pace.num_tokens_in(min(targets)) - num_decodes
+    return max(most, 1, int(budget * _LEAST_SHARE))
