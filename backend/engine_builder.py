@@ -19,15 +19,14 @@ from shoal.backend.machine import available_memory, num_usable_cpus
 from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
 from shoal.backend.model_runner import Model, ModelRunner
-from shoal.backend.models.any_config import AnyConfig
-from shoal.backend.models.build import AnyModel
+from shoal.backend.models.any_config import ServedConfig
 from shoal.backend.models.decoder import Decoder
 from shoal.backend.models.native_decoder import NativeDecoder, missing_ops
 from shoal.backend.pressure_guard import PressureGuard
+from shoal.backend.runners import ServedModel, load_with_runner
 from shoal.backend.step_log import StepLog
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.weights.catalogue import kernels_dir, resolve_weights
-from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_build import NativeBuildError
 from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.scheduler.block_pool import BlockPool
@@ -56,9 +55,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     device = choose_device(config.device)
     native = choose_kernels(config.kernels, device, progress)
     dtype = choose_dtype(config.dtype, native)
-    loaded = load_model(
-        resolve_weights(config.weights), dtype, device, progress, config.quantization
-    )
+    loaded = load_with_runner(config, dtype, device, progress)
     native = _able(native, loaded.config, config.kernels)
     model = _on_kernels(loaded.model, native, progress)
     progress("kv cache", 0, 0)
@@ -84,6 +81,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         kernels="native" if native else "reference",
+        runner=loaded.runner,
     )
     scheduler = _make_scheduler(config, size, loaded.config.kv_layout)
     engine = Engine(scheduler, runner, _limits(ready), step_log, guard)
@@ -138,7 +136,7 @@ def choose_kernels(name: str, device: torch.device, progress: Progress) -> Nativ
     return library
 
 
-def _able(native: NativeLibrary | None, model: AnyConfig, setting: str) -> NativeLibrary | None:
+def _able(native: NativeLibrary | None, model: ServedConfig, setting: str) -> NativeLibrary | None:
     """The native kernels if they can run this model."""
     missing = missing_ops(model) if native else None
     if missing is None:
@@ -154,7 +152,7 @@ def _able(native: NativeLibrary | None, model: AnyConfig, setting: str) -> Nativ
     return None
 
 
-def _on_kernels(model: AnyModel, native: NativeLibrary | None, progress: Progress) -> Model:
+def _on_kernels(model: ServedModel, native: NativeLibrary | None, progress: Progress) -> Model:
     if native is None or not isinstance(model, Decoder):
         return model
     progress("packing weights", 0, 0)
@@ -162,7 +160,7 @@ def _on_kernels(model: AnyModel, native: NativeLibrary | None, progress: Progres
 
 
 def _make_kv_cache(
-    config: EngineConfig, model: AnyConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: ServedConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVSize, PagedKVCache]:
     layout = model.kv_layout
     size = size_kv_cache(

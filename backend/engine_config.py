@@ -14,6 +14,7 @@ from shoal.scheduler.tiers import DEFAULT_TIER, TenantTable, TierTable
 DTYPES = ("auto", "float32", "bfloat16")
 PREFIX_EVICTIONS = ("lru", "lfu", "reuse")
 KERNELS = ("auto", "reference", "native")
+RUNNERS = ("auto", "custom", "transformers")
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 
 
@@ -32,6 +33,9 @@ class EngineConfig:
     not depend on what else runs; reference: torch, equal to transformers bit for bit; auto: native
     where that is possible, else the reference with a notice in the log.
 
+    ``runner`` chooses what runs the model. custom: the families written here; transformers: any
+    decoder-only model of that package, over our paged cache, slower; auto: custom where it can.
+
     ``quantization`` packs the weights of all products as they are loaded. int8: 8 bits, one scale
     an output feature, and each token's states quantised likewise; fp8: 8-bit floats; int4: 4 bits,
     groups of 128, the output projection in 8 bits; none: as the checkpoint has them.
@@ -41,6 +45,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"
+    runner: str = "auto"
     quantization: str = "none"
     max_model_len: int | None = None  # None: the model's own context, or what the KV pool holds
     block_size: int = 16
@@ -78,6 +83,8 @@ class EngineConfig:
             raise ConfigError("device must be one of auto, cpu, cuda, mps.")
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}.")
+        if self.runner not in RUNNERS:
+            raise ConfigError(f"runner must be one of {', '.join(RUNNERS)}.")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}.")
         if not isinstance(self.prefix_caching, bool):

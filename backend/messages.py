@@ -54,6 +54,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     dtype: str
     device: str
     kernels: str = "reference"
+    runner: str = "custom"
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

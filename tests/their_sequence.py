@@ -25,6 +25,15 @@ class TheirSequence:
         return output.logits[0].float()
 
 
+def their_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """The text that transformers' logits lead to."""
+    sequence = TheirSequence(model)
+    tokens = [int(sequence.feed(prompt)[-1].argmax())]
+    while len(tokens) < num_tokens:
+        tokens.append(int(sequence.feed(tokens[-1:])[-1].argmax()))
+    return tokens
+
+
 def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
     """Token ids that depend on the arguments alone."""
     generator = torch.Generator().manual_seed(seed)

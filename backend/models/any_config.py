@@ -2,7 +2,11 @@
 
 from shoal.backend.models.gemma4_config import Gemma4Config
 from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.transformers_config import TransformersConfig
 
-# Of a model of ours. Both give vocab_size, kv_layout, max_position_embeddings, tie_word_embeddings,
-# bos_token_id, eos_token_ids and family.
+# Of a model of ours. Each gives vocab_size, kv_layout, max_position_embeddings, bos_token_id,
+# eos_token_ids and family.
 AnyConfig = ModelConfig | Gemma4Config
+
+# Of a model that any runner runs.
+ServedConfig = AnyConfig | TransformersConfig

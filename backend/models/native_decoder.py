@@ -4,7 +4,7 @@ import torch
 
 from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
-from shoal.backend.models.any_config import AnyConfig
+from shoal.backend.models.any_config import ServedConfig
 from shoal.backend.models.decoder import Decoder, DecoderLayer, make_rotaries
 from shoal.backend.models.layers import GatedMLP, Linear
 from shoal.backend.models.model_config import ModelConfig
@@ -15,7 +15,7 @@ from shoal.kernels.native_plan import NativePlan, PlanBuilder
 from shoal.kernels.quantized_weights import dense, join
 
 
-def missing_ops(config: AnyConfig) -> str | None:
+def missing_ops(config: ServedConfig) -> str | None:
     """What a model needs and the native kernels lack; None if they can run it."""
     if not isinstance(config, ModelConfig):
         return f"the layers of {config.family}"

@@ -22,7 +22,7 @@ class SafetensorsCheckpoint:
     """A checkpoint folder as a TensorSource. Raises ConfigError, naming the file at fault."""
 
     def __init__(self, folder: Path) -> None:
-        self.config = _read_config(folder)
+        self.config = read_config(folder)
         self._files: dict[str, Any] = {}  # tensor name to its open file
         self._file_names: dict[str, str] = {}
         for path in _weight_files(folder):
@@ -65,7 +65,8 @@ class SafetensorsCheckpoint:
             self._file_names[name] = path.name
 
 
-def _read_config(folder: Path) -> AnyConfig:
+def read_config(folder: Path) -> AnyConfig:
+    """The shape of a folder's model. Raises ConfigError where no family of ours can run it."""
     config = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else None

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from builders import make_sampling
 from paged_runs import BLOCK_SIZE, make_cache, make_paged_sequence, run_step
-from their_sequence import TheirSequence, random_ids
+from their_sequence import TheirSequence, random_ids, their_greedy
+from tiny_runs import generate
 from transformers import (
     AutoModelForCausalLM,
     Gemma4Config,
@@ -20,7 +22,9 @@ from transformers import Gemma4ForCausalLM as TheirGemma4
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.models.gemma4 import Gemma4ForCausalLM
 from shoal.backend.models.registry import config_from_hf
-from shoal.backend.weights.loader import load_model
+from shoal.backend.weights.loader import LoadedModel, load_model
+from shoal.scheduler.eviction import make_eviction_policy
+from shoal.scheduler.sequence import Sequence
 
 # The argument is named otherwise only in the newest versions.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
@@ -175,6 +179,26 @@ def test_ragged_batch_matches_each_sequence_alone(tmp_path: Path, variant: str) 
         expected = TheirSequence(pair.theirs).feed(sequence.token_ids)[-1]
         torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
         assert int(row.argmax()) == int(expected.argmax())
+
+
+@pytest.mark.parametrize("variant", ["e2b", "26b_a4b"])
+def test_prefix_cache_and_preemption_keep_the_text(tmp_path: Path, variant: str) -> None:
+    pair = make_pair(tmp_path, torch.float32, **VARIANTS[variant])
+    shared = random_ids(13, 320, seed=9)
+    prompts = [shared + random_ids(5 + idx, 320, seed=idx) for idx in range(4)]
+    sampling = make_sampling(temperature=0.0, max_tokens=12)
+    sequences = [Sequence(idx, list(ids), len(ids), sampling) for idx, ids in enumerate(prompts)]
+    result = generate(
+        LoadedModel(pair.ours, pair.ours.config),
+        sequences,
+        num_blocks=20,
+        prefix_eviction=make_eviction_policy("lru", 20),
+        windows=[(WINDOW, 64)],
+    )
+    expected = [their_greedy(pair.theirs, prompt, 12) for prompt in prompts]
+    assert result.texts == dict(enumerate(expected))
+    assert sum(sequence.num_preemptions for sequence in sequences) > 0
+    assert sum(sequence.num_cached_tokens for sequence in sequences) > 0
 
 
 def test_text_of_a_model_that_sees_images(tmp_path: Path, dtype: torch.dtype) -> None:
