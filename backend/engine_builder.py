@@ -114,6 +114,22 @@ def choose_dtype(name: str, native: NativeLibrary | None) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def choose_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What the KV cache holds; ``auto``: the model's dtype."""
+    stored = {
+        "auto": dtype,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "fp8": torch.float8_e4m3fn,
+        "int8": torch.int8,
+    }[name]
+    if stored == torch.float32 and dtype != torch.float32:
+        raise ConfigError(
+            "kv_dtype float32 needs a model in float32: set dtype to float32, or kv_dtype to auto."
+        )
+    return stored
+
+
 def choose_kernels(name: str, device: torch.device, progress: Progress) -> NativeLibrary | None:
     """The native kernels, or None for the reference. Raises ConfigError where ``native`` was asked
     for and cannot be had; with ``auto`` the log says why not."""
@@ -163,14 +179,15 @@ def _make_kv_cache(
     config: EngineConfig, model: ServedConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVSize, PagedKVCache]:
     layout = model.kv_layout
+    stored = choose_kv_dtype(config.kv_dtype, dtype)
     size = size_kv_cache(
         config,
-        bytes_per_block(layout, config.block_size, dtype),
+        bytes_per_block(layout, config.block_size, stored),
         model.max_position_embeddings,
         available_memory(device),
         layout.windows,
     )
-    return size, PagedKVCache(layout, size.cache_blocks, config.block_size, dtype, device)
+    return size, PagedKVCache(layout, size.cache_blocks, config.block_size, stored, device)
 
 
 def _make_scheduler(config: EngineConfig, size: KVSize, layout: KVLayout) -> Scheduler:

@@ -13,6 +13,7 @@ from shoal.scheduler.tiers import DEFAULT_TIER, TenantTable, TierTable
 
 DTYPES = ("auto", "float32", "bfloat16")
 PREFIX_EVICTIONS = ("lru", "lfu", "reuse")
+KV_DTYPES = ("auto", "float32", "bfloat16", "fp8", "int8")
 KERNELS = ("auto", "reference", "native")
 RUNNERS = ("auto", "custom", "transformers")
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
@@ -49,6 +50,7 @@ class EngineConfig:
     quantization: str = "none"
     max_model_len: int | None = None  # None: the model's own context, or what the KV pool holds
     block_size: int = 16
+    kv_dtype: str = "auto"  # of keys and values: the model's dtype; fp8 and int8 hold almost twice
     kv_cache_mib: int = 1024
     num_kv_blocks: int | None = None  # overrides kv_cache_mib
     host_kv_mib: int | None = None  # KV blocks beside the device's; None: none on a CPU
@@ -79,6 +81,8 @@ class EngineConfig:
             raise ConfigError("weights must name a model, a GGUF file or a checkpoint folder.")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}.")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}.")
         if self.device not in ("auto", "cpu", "cuda", "mps"):
             raise ConfigError("device must be one of auto, cpu, cuda, mps.")
         if self.kernels not in KERNELS:

@@ -5,13 +5,17 @@ from collections.abc import Sequence
 import torch
 
 from shoal.backend.kv_layout import KVLayout
-from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.layer_cache import LayerCache, as_copyable, scale_bytes
 
 
 def bytes_per_block(layout: KVLayout, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Memory of one block of each group, over the group's layers, keys and values together."""
     return tuple(
-        layout.elements_per_token(group) * block_size * dtype.itemsize
+        block_size
+        * (
+            layout.elements_per_token(group) * dtype.itemsize
+            + layout.heads_per_token(group) * scale_bytes(dtype)
+        )
         for group in range(len(layout.groups))
     )
 
@@ -35,49 +39,51 @@ class PagedKVCache:
         self.layout = layout
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
-        self._storage = {
-            idx: torch.zeros(
-                (
-                    2,
-                    num_blocks[layout.group_of[idx]],
-                    block_size,
-                    layer.num_kv_heads,
-                    layer.head_dim,
-                ),
-                dtype=dtype,
-                device=device,
-            )
-            for idx, layer in enumerate(layout.layers)
-            if layout.source_of[idx] == idx
-        }
-        # Views, made once: [num_blocks, block_size, num_kv_heads, head_dim] a layer.
-        self._keys = [self._storage[source][0] for source in layout.source_of]
-        self._values = [self._storage[source][1] for source in layout.source_of]
+        self._storage: dict[int, torch.Tensor] = {}
+        self._scales: dict[int, torch.Tensor] = {}
+        for idx, layer in enumerate(layout.layers):
+            if layout.source_of[idx] != idx:
+                continue
+            shape = (2, num_blocks[layout.group_of[idx]], block_size, layer.num_kv_heads)
+            self._storage[idx] = torch.zeros((*shape, layer.head_dim), dtype=dtype, device=device)
+            if scale_bytes(dtype):
+                self._scales[idx] = torch.zeros(shape, device=device)
+        # Views, made once.
+        self._layers = [
+            LayerCache(*self._storage[source], *self._scales.get(source, ()))
+            for source in layout.source_of
+        ]
 
     @property
     def device(self) -> torch.device:
-        return self._keys[0].device
+        return self._layers[0].keys.device
 
     @property
     def num_layers(self) -> int:
-        return len(self._keys)
+        return len(self._layers)
 
     @property
     def num_bytes(self) -> int:
-        return sum(storage.nbytes for storage in self._storage.values())
-
-    def keys(self, layer_idx: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim], written in place by the kernels."""
-        return self._keys[layer_idx]
-
-    def values(self, layer_idx: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim], written in place by the kernels."""
-        return self._values[layer_idx]
+        tensors = (*self._storage.values(), *self._scales.values())
+        return sum(tensor.nbytes for tensor in tensors)
 
     def layer(self, layer_idx: int) -> LayerCache:
-        """All that is kept for a layer."""
-        return LayerCache(self._keys[layer_idx], self._values[layer_idx])
+        """All that is kept for a layer, written in place by the kernels."""
+        return self._layers[layer_idx]
+
+    def keys(self, layer_idx: int) -> torch.Tensor:
+        """[num_blocks, block_size, num_kv_heads, head_dim], as stored."""
+        return self._layers[layer_idx].keys
+
+    def values(self, layer_idx: int) -> torch.Tensor:
+        """[num_blocks, block_size, num_kv_heads, head_dim], as stored."""
+        return self._layers[layer_idx].values
 
     def block_parts(self, group: int) -> tuple[torch.Tensor, ...]:
-        """All tensors in which a block of the group has its part; the block is dimension 1."""
-        return tuple(self._storage[layer] for layer in self.layout.groups[group].layers)
+        """All tensors in which a block of the group has its part; the block is dimension 1.
+
+        Whoever copies these copies the block: keys, values and scales.
+        """
+        layers = self.layout.groups[group].layers
+        parts = [as_copyable(self._storage[idx]) for idx in layers]
+        return (*parts, *(self._scales[idx] for idx in layers if idx in self._scales))

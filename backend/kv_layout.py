@@ -77,3 +77,7 @@ class KVLayout:
     def elements_per_token(self, group: int) -> int:
         """Elements that one token takes in all layers of a group."""
         return sum(self.layers[idx].elements_per_token for idx in self.groups[group].layers)
+
+    def heads_per_token(self, group: int) -> int:
+        """Keys and values of one token, counted by head, in all layers of a group."""
+        return sum(2 * self.layers[idx].num_kv_heads for idx in self.groups[group].layers)

@@ -25,3 +25,13 @@ class LayerCache:
     @property
     def block_size(self) -> int:
         return self.keys.shape[1]
+
+
+def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that torch's indexing knows: of 8-bit floats it lacks some."""
+    return tensor.view(torch.int8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def scale_bytes(dtype: torch.dtype) -> int:
+    """Bytes beside a stored head of one token."""
+    return torch.float32.itemsize if dtype in SCALED_DTYPES else 0

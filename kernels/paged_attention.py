@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional
 
 from shoal.kernels.attention_mass import sum_attention_mass
+from shoal.kernels.kv_quantization import dequantize_heads
+from shoal.kernels.layer_cache import LayerCache, as_copyable
 
 # The widest head whose key/value heads torch shares between query heads by itself.
 MAX_SHARED_HEAD_DIM = 256
@@ -76,27 +78,25 @@ class AttentionMetadata:
 
 def paged_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: LayerCache,
     metadata: AttentionMetadata,
     scale: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend from ``query`` [num_tokens, num_heads, head_dim]; returns the same shape.
 
-    The caches are [num_blocks, block_size, num_kv_heads, head_dim]; query head h reads key/value
-    head h // (num_heads / num_kv_heads). ``softcap`` bounds the scores: softcap * tanh(score /
-    softcap). The reference gathers what all sequences read in one go and then attends for each, by
-    the very operations that transformers uses for a batch of one (torch's
-    scaled_dot_product_attention, or its eager form where scores are capped): no sequence's result
-    depends on what else is in the batch.
+    Query head h reads key/value head h // (num_heads / num_kv_heads). ``softcap`` bounds the
+    scores: softcap * tanh(score / softcap). The reference gathers what all sequences read in one go
+    and then attends for each, by the very operations that transformers uses for a batch of one
+    (torch's scaled_dot_product_attention, or its eager form where scores are capped): no sequence's
+    result depends on what else is in the batch.
     """
     # [1, heads, tokens, head_dim]
     queries = query.transpose(0, 1)[None].split_with_sizes(metadata.query_lens, 2)
-    keys = _gather(key_cache, metadata).split_with_sizes(metadata.key_lens, 2)
-    values = _gather(value_cache, metadata).split_with_sizes(metadata.key_lens, 2)
+    keys = _gather(cache.keys, cache.key_scales, query.dtype, metadata)
+    values = _gather(cache.values, cache.value_scales, query.dtype, metadata)
     if metadata.block_mass is not None:
-        _add_block_mass(metadata, queries, keys, key_cache.shape[1], scale, softcap)
+        _add_block_mass(metadata, queries, keys, cache.block_size, scale, softcap)
     chunk_lens = metadata.chunk_lens or metadata.query_lens
     outputs = [
         _attend(*qkv, scale, metadata.window, chunk_len)
@@ -126,9 +126,20 @@ def _add_block_mass(
         row += by_slot.view(num_blocks, block_size).sum(dim=-1)
 
 
-def _gather(cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    # [1, num_kv_heads, sum of key_lens, head_dim]
-    return cache.flatten(0, 1).index_select(0, metadata.key_slots).transpose(0, 1)[None]
+def _gather(
+    stored: torch.Tensor,
+    scales: torch.Tensor | None,
+    dtype: torch.dtype,
+    metadata: AttentionMetadata,
+) -> tuple[torch.Tensor, ...]:
+    """What each sequence reads: [1, num_kv_heads, key_len, head_dim] in the model's dtype."""
+    slots = as_copyable(stored).flatten(0, 1).index_select(0, metadata.key_slots)
+    if scales is None:
+        states = slots.to(dtype)
+    else:
+        read_scales = scales.flatten(0, 1).index_select(0, metadata.key_slots)
+        states = dequantize_heads(slots.view(stored.dtype), read_scales, dtype)
+    return states.transpose(0, 1)[None].split_with_sizes(metadata.key_lens, 2)
 
 
 def _attend(

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.kv_cache_write import kv_cache_write
+from shoal.kernels.layer_cache import SCALED_DTYPES, LayerCache
 from shoal.kernels.native_heads import AttentionHeads
 from shoal.kernels.native_library import NativeLibrary
 from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
@@ -34,6 +35,17 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def empty_layer_cache(shape: tuple[int, ...], stored: torch.dtype) -> LayerCache:
+    """NaN everywhere: in 8 bits that is a matter of scales."""
+    nan = float("nan")
+    if stored not in SCALED_DTYPES:
+        keys, values = (torch.full(shape, nan).to(stored) for _ in range(2))
+        return LayerCache(keys, values)
+    keys, values = (torch.zeros(shape, dtype=stored) for _ in range(2))
+    scales = (torch.full(shape[:-1], nan) for _ in range(2))
+    return LayerCache(keys, values, *scales)
+
+
 class Context:
     """Sequences in a paged cache that is NaN wherever nothing was written."""
 
@@ -46,6 +58,7 @@ class Context:
         block_size: int = 16,
         window: int | None = None,
         softcap: float | None = None,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.lengths = lengths
         self.heads = AttentionHeads(*heads, head_dim, head_dim**-0.5, window, softcap)
@@ -55,14 +68,15 @@ class Context:
         self.block_tables = order.view(len(lengths), width)
         self.block_size = block_size
         shape = (num_blocks, block_size, heads[1], head_dim)
-        self.keys = torch.full(shape, float("nan"), dtype=dtype)
-        self.values = torch.full(shape, float("nan"), dtype=dtype)
+        self.cache = empty_layer_cache(shape, stored or dtype)
         for idx, length in enumerate(lengths):
             slots = self.block_tables[idx][:, None] * block_size + torch.arange(block_size)
             rows = slots.flatten()[:length]
-            for cache, seed in ((self.keys, 10), (self.values, 20)):
-                content = normal(length, heads[1], head_dim, seed=seed + idx, dtype=dtype)
-                cache.flatten(0, 1)[rows] = content
+            key, value = (
+                normal(length, heads[1], head_dim, seed=seed + idx, dtype=dtype)
+                for seed in (10, 20)
+            )
+            kv_cache_write(key, value, self.cache, rows)
         self.queries = [
             normal(length, heads[0], head_dim, seed=30 + idx, dtype=dtype)
             for idx, length in enumerate(lengths)
@@ -74,7 +88,7 @@ class Context:
         """Attend for tokens begin to end of some sequences: (sequence, begin, end)."""
         return native.paged_attention(
             torch.cat([self.queries[idx][begin:end] for idx, begin, end in ranges]),
-            LayerCache(self.keys, self.values),
+            self.cache,
             self.tables(*ranges),
             [end - begin for _, begin, end in ranges],
             [end for _, _, end in ranges],
@@ -107,8 +121,7 @@ class Context:
         )
         return paged_attention(
             torch.cat([self.queries[idx][begin:end] for idx, begin, end in ranges]).float(),
-            self.keys.float(),
-            self.values.float(),
+            self.cache,
             metadata,
             self.heads.scale,
             self.heads.softcap,

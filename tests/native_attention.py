@@ -15,26 +15,35 @@ def check_close_to_reference(
     softcap: float | None,
     head_dim: int,
     heads: tuple[int, int],
+    stored: torch.dtype | None = None,
 ) -> None:
-    context = Context(LENGTHS, dtype, heads, head_dim, window=window, softcap=softcap)
+    context = Context(
+        LENGTHS, dtype, heads, head_dim, window=window, softcap=softcap, stored=stored
+    )
     out = context.native(native, *MIXED)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), context.reference(*MIXED), **TOLERANCE[dtype])
 
 
 def check_decodes_equal_the_prefill(
-    native: NativeLibrary, dtype: torch.dtype, window: int | None
+    native: NativeLibrary,
+    dtype: torch.dtype,
+    window: int | None,
+    stored: torch.dtype | None = None,
 ) -> None:
-    context = Context([200], dtype, (9, 3), head_dim=64, window=window)
+    context = Context([200], dtype, (9, 3), head_dim=64, window=window, stored=stored)
     whole = context.native(native, (0, 0, 200))
     steps = [context.native(native, (0, idx, idx + 1)) for idx in range(200)]
     assert torch.equal(torch.cat(steps), whole)
 
 
 def check_company_changes_no_bit(
-    native: NativeLibrary, dtype: torch.dtype, window: int | None
+    native: NativeLibrary,
+    dtype: torch.dtype,
+    window: int | None,
+    stored: torch.dtype | None = None,
 ) -> None:
-    context = Context(LENGTHS, dtype, window=window)
+    context = Context(LENGTHS, dtype, window=window, stored=stored)
     alone = torch.cat([context.native(native, part) for part in MIXED])
     assert torch.equal(context.native(native, *MIXED), alone)
     backwards = context.native(native, *reversed(MIXED))
@@ -43,10 +52,13 @@ def check_company_changes_no_bit(
 
 
 def check_split_tasks_change_no_bit(
-    native: NativeLibrary, dtype: torch.dtype, window: int | None
+    native: NativeLibrary,
+    dtype: torch.dtype,
+    window: int | None,
+    stored: torch.dtype | None = None,
 ) -> None:
     """A long context, whose tasks several threads share, and the same on one thread."""
-    context = Context([1700, 3], dtype, (3, 1), head_dim=32, window=window)
+    context = Context([1700, 3], dtype, (3, 1), head_dim=32, window=window, stored=stored)
     ranges = ((0, 1690, 1700),)
     with num_threads(1):
         alone = context.native(native, *ranges)

@@ -15,14 +15,25 @@ from shoal.scheduler.sequence import Sequence
 BLOCK_SIZE = 4
 
 
-def make_cache(model: Decoder, num_blocks: int = 64, fill: float = float("nan")) -> PagedKVCache:
+def make_cache(
+    model: Decoder,
+    num_blocks: int = 64,
+    fill: float = float("nan"),
+    stored: torch.dtype | None = None,
+) -> PagedKVCache:
     """A cache full of NaN, so that a read of any slot that was not written shows in the result."""
     layout = model.config.kv_layout
-    kv = PagedKVCache(layout, [num_blocks] * len(layout.groups), BLOCK_SIZE, model.dtype)
-    for layer_idx in range(kv.num_layers):
-        kv.keys(layer_idx).fill_(fill)
-        kv.values(layer_idx).fill_(fill)
+    kv = PagedKVCache(layout, [num_blocks] * len(layout.groups), BLOCK_SIZE, stored or model.dtype)
+    fill_cache(kv, fill)
     return kv
+
+
+def fill_cache(kv: PagedKVCache, fill: float) -> None:
+    """In 8 bits it is the scales that can be NaN."""
+    for group in range(len(kv.layout.groups)):
+        for part in kv.block_parts(group):
+            if part.is_floating_point():
+                part.fill_(fill)
 
 
 def make_paged_sequence(token_ids: SequenceOf[int], *block_tables: SequenceOf[int]) -> Sequence:

@@ -135,8 +135,7 @@ class Decoder:
             attended = layer.attention(
                 layer.input_norm(hidden),
                 angles.get(layer.config.rotary_kind),
-                kv.keys(idx),
-                kv.values(idx),
+                kv.layer(idx),
                 batch.groups[layout.group_of[idx]].slot_mapping,
                 metadata[layout.group_of[idx]],
             )

@@ -14,6 +14,7 @@ from shoal.kernels.embedding import embedding
 from shoal.kernels.expert_mlp import expert_mlp
 from shoal.kernels.gelu_and_mul import gelu_and_mul
 from shoal.kernels.kv_cache_write import kv_cache_write
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.linear import linear
 from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
 from shoal.kernels.quantized_weights import Weight
@@ -61,8 +62,7 @@ class Attention:
         self,
         hidden: torch.Tensor,
         angles: RotaryAngles,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        cache: LayerCache,
         slot_mapping: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
@@ -71,9 +71,9 @@ class Attention:
         query = rotary_embedding(query, angles)
         if self.key_value is not None:
             key, value = self.key_value(hidden, self.head_dim, angles)
-            kv_cache_write(key, value, key_cache, value_cache, slot_mapping)
+            kv_cache_write(key, value, cache, slot_mapping)
         # Queries and keys are normalised, so scores are not scaled.
-        output = paged_attention(query, key_cache, value_cache, metadata, scale=1.0)
+        output = paged_attention(query, cache, metadata, scale=1.0)
         return self.o_proj(output.flatten(1))
 
 
@@ -235,8 +235,7 @@ class Gemma4ForCausalLM:
             attended = layer.attention(
                 layer.input_norm(hidden),
                 rows.angles[shape.rope, shape.head_dim],
-                kv.keys(idx),
-                kv.values(idx),
+                kv.layer(idx),
                 batch.groups[group].slot_mapping,
                 rows.metadata[group],
             )

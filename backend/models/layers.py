@@ -7,6 +7,7 @@ import torch
 
 from shoal.kernels.gelu_and_mul import gelu_and_mul
 from shoal.kernels.kv_cache_write import kv_cache_write
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.linear import linear
 from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
 from shoal.kernels.quantized_weights import Weight
@@ -101,8 +102,7 @@ class Attention:
         self,
         hidden: torch.Tensor,
         angles: RotaryAngles | None,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        cache: LayerCache,
         slot_mapping: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
@@ -113,8 +113,8 @@ class Attention:
         query = self._heads(self.q_proj(hidden), self.q_norm, angles)
         key = self._heads(self.k_proj(hidden), self.k_norm, angles)
         value = self._heads(self.v_proj(hidden), None, None)
-        kv_cache_write(key, value, key_cache, value_cache, slot_mapping)
-        output = paged_attention(query, key_cache, value_cache, metadata, self.scale, self.softcap)
+        kv_cache_write(key, value, cache, slot_mapping)
+        output = paged_attention(query, cache, metadata, self.scale, self.softcap)
         return self.o_proj(output.flatten(1))
 
     def _heads(

@@ -12,6 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from shoal.kernels.kv_cache_write import kv_cache_write
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
 
 BLOCK_SIZE = 4
@@ -73,11 +74,11 @@ def test_equals_transformers_in_any_split(
         query = torch.randn(query_len, heads[0], head_dim, dtype=dtype)
         key, value = (torch.randn(query_len, heads[1], head_dim, dtype=dtype) for _ in range(2))
         slots = block_table[0, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        kv_cache_write(key, value, key_cache, value_cache, slots)
+        kv_cache_write(key, value, LayerCache(key_cache, value_cache), slots)
         metadata = AttentionMetadata.build(
             block_table, [query_len], [context_len], BLOCK_SIZE, window
         )
-        output = paged_attention(query, key_cache, value_cache, metadata, 0.25, softcap)
+        output = paged_attention(query, LayerCache(key_cache, value_cache), metadata, 0.25, softcap)
         assert torch.equal(output, theirs.feed(query, key, value, 0.25))
 
 
@@ -88,9 +89,10 @@ def test_what_left_the_window_is_not_read() -> None:
     whole = AttentionMetadata.build(
         torch.tensor([[0, 1, 2, 3]]), [1], [context_len], BLOCK_SIZE, window
     )
-    expected = paged_attention(query, key_cache, value_cache, whole, 1.0)
+    expected = paged_attention(query, LayerCache(key_cache, value_cache), whole, 1.0)
     key_cache[:2], value_cache[:2] = float("nan"), float("nan")
     freed = AttentionMetadata.build(
         torch.tensor([[0, 0, 2, 3]]), [1], [context_len], BLOCK_SIZE, window
     )
-    assert torch.equal(paged_attention(query, key_cache, value_cache, freed, 1.0), expected)
+    cache = LayerCache(key_cache, value_cache)
+    assert torch.equal(paged_attention(query, cache, freed, 1.0), expected)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.kernels.kv_cache_write import kv_cache_write
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
 from shoal.kernels.rms_norm import rms_norm
 from shoal.kernels.rotary_embedding import rotary_angles, rotary_embedding
@@ -60,11 +61,11 @@ def test_paged_attention_equals_plain_attention(
     values = [torch.randn(n, num_kv_heads, head_dim) for n in context_lens]
     for table, key, value in zip(tables, keys, values, strict=True):
         slots = [table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(len(key))]
-        kv_cache_write(key, value, key_cache, value_cache, torch.tensor(slots))
+        kv_cache_write(key, value, LayerCache(key_cache, value_cache), torch.tensor(slots))
     query = torch.randn(sum(query_lens), num_heads, head_dim)
 
     metadata = AttentionMetadata.build(block_tables, query_lens, context_lens, BLOCK_SIZE)
-    output = paged_attention(query, key_cache, value_cache, metadata, scale)
+    output = paged_attention(query, LayerCache(key_cache, value_cache), metadata, scale)
 
     queries = query.split(query_lens)
     expected = torch.cat(
@@ -76,7 +77,7 @@ def test_paged_attention_equals_plain_attention(
 def test_kv_cache_write_touches_only_its_slots() -> None:
     key_cache, value_cache = torch.zeros(3, 2, 1, 4), torch.zeros(3, 2, 1, 4)
     key, value = torch.ones(2, 1, 4), torch.full((2, 1, 4), 2.0)
-    kv_cache_write(key, value, key_cache, value_cache, torch.tensor([5, 2]))
+    kv_cache_write(key, value, LayerCache(key_cache, value_cache), torch.tensor([5, 2]))
     written = key_cache.flatten(0, 1)[:, 0, 0].tolist()
     assert written == [0, 0, 1, 0, 0, 1]
     assert value_cache.flatten(0, 1)[:, 0, 0].tolist() == [0, 0, 2, 0, 0, 2]

@@ -90,7 +90,7 @@ def test_company_changes_no_bit(
 def test_neighbour_with_nan_changes_nothing(native: NativeLibrary, dtype: torch.dtype) -> None:
     context = Context([70, 80], dtype)
     clean = context.native(native, (0, 69, 70), (1, 79, 80))
-    context.keys[context.block_tables[1, 0]] = float("nan")
+    context.cache.keys[context.block_tables[1, 0]] = float("nan")
     poisoned = context.native(native, (0, 69, 70), (1, 79, 80))
     assert torch.equal(clean[0], poisoned[0])
     assert bool(poisoned[1].isnan().all())

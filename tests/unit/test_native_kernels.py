@@ -13,7 +13,7 @@ from attention_context import MIXED, TOLERANCE, Context, normal, num_threads
 from torch.nn import functional
 
 from shoal.backend.weights.catalogue import kernels_dir
-from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.layer_cache import SCALED_DTYPES, LayerCache
 from shoal.kernels.native_build import NativeBuildError, build_library, find_compiler
 from shoal.kernels.native_heads import AttentionHeads, HeadNorms, NewKeys
 from shoal.kernels.native_library import Epilogue, NativeLibrary, load_native, share_torch_openmp
@@ -234,7 +234,7 @@ _OPENMP_PROBE = """
 import os
 from pathlib import Path
 import torch
-from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.layer_cache import SCALED_DTYPES, LayerCache
 from shoal.kernels.native_heads import AttentionHeads, HeadNorms, NewKeys
 from shoal.kernels.native_library import load_native
 torch.set_num_threads(3)
@@ -318,3 +318,7 @@ class TestBuild:
                 native_attention.check_decodes_equal_the_prefill(narrow, dtype, window)
                 native_attention.check_company_changes_no_bit(narrow, dtype, window)
             native_attention.check_split_tasks_change_no_bit(narrow, dtype, None)
+            for stored in SCALED_DTYPES:
+                check = native_attention.check_close_to_reference
+                check(narrow, dtype, None, None, 64, (9, 3), stored)
+                native_attention.check_decodes_equal_the_prefill(narrow, dtype, 40, stored)
