@@ -116,11 +116,11 @@ def attend(
         )
         return query.transpose(1, 2), None
     group = step.kv.layout.group_of[layer_idx]
-    key_cache, value_cache = step.kv.keys(layer_idx), step.kv.values(layer_idx)
+    cache = step.kv.layer(layer_idx)
     slots = step.batch.groups[group].slot_mapping
     new_keys, new_values = (states[0].transpose(0, 1) for states in (key, value))
-    kv_cache_write(new_keys, new_values, key_cache, value_cache, slots)
+    kv_cache_write(new_keys, new_values, cache, slots)
     scale = 1 / math.sqrt(query.shape[3]) if scaling is None else scaling
     queries = query[0].transpose(0, 1)
-    output = paged_attention(queries, key_cache, value_cache, step.metadata[group], scale, softcap)
+    output = paged_attention(queries, cache, step.metadata[group], scale, softcap)
     return output[None], None
