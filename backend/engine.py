@@ -25,6 +25,8 @@ class RunResult:
     sampled: dict[int, SampledToken]
     failed: dict[int, str]
     deferred: set[int] = field(default_factory=set)  # not run: too large for the memory left
+    # What each block of the table got, of the sequences whose KV policy goes by it.
+    block_mass: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -118,7 +120,7 @@ class Engine:
         result = self._runner.run(output)
         self._scheduler.pace.note(output.num_tokens, time.monotonic() - start)
         results = self._scheduler.update_from_output(
-            output, result.sampled, result.failed, result.deferred
+            output, result.sampled, result.failed, result.deferred, result.block_mass
         )
         self._live.difference_update(item.seq_id for item in results if item.finish_reason)
         if self._step_log:

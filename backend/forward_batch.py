@@ -15,6 +15,7 @@ class GroupTables:
 
     slot_mapping: torch.Tensor  # int64 [num_tokens]: block_id * block_size + offset
     block_tables: torch.Tensor  # int64 [num_seqs, max_blocks], padded with 0
+    context_lens: list[int]  # [num_seqs]: tokens in the cache including this step's
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,15 @@ class ForwardBatch:
     reference attention, which walks sequence by sequence.
 
     Rotary embeddings go by position; slots, block tables and context lengths by cache index, which
-    is smaller where blocks were dropped from a sequence.
+    is smaller in the first group where a lossy KV policy dropped blocks from a sequence.
     """
 
     input_ids: torch.Tensor  # int64 [num_tokens]
     positions: torch.Tensor  # int64 [num_tokens]
     groups: tuple[GroupTables, ...]  # as in the model's KVLayout
     query_lens: list[int]  # [num_seqs], sums to num_tokens
-    context_lens: list[int]  # [num_seqs]: tokens in the cache including this step's
     logits_indices: torch.Tensor  # int64 [num_samples]: rows of the hidden states to project
-    # int64 [num_seqs, max_blocks], zeros: the forward pass adds the softmax weight that each block
-    # got from this step's queries, heads and layers, in units of 1 / MASS_ONE. None: nobody asks.
+    # int64 [num_seqs, max_blocks] of the first group, zeros: the forward pass adds the softmax
+    # weight that each block got from this step's queries, in all heads of the group's layers, in
+    # units of 1 / MASS_ONE. None: nobody asks.
     block_mass: torch.Tensor | None = None

@@ -15,6 +15,7 @@ from shoal.backend.text.chat_template import ChatTemplate, parse_messages
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.session_eviction import LRU
 
 MAX_PROMPT_BYTES = 4 * 1024 * 1024  # whatever the context length
 MAX_SAMPLING_BYTES = 64 * 1024
@@ -287,12 +288,12 @@ def _check_free_end(sampling: SamplingParams) -> None:
 
 def _without_overridden(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """``lower`` without what ``upper`` says under the same or another name for the same thing."""
-    says_max_tokens = any(upper.get(name) is not None for name in _MAX_TOKENS_ALIASES)
-    return {
-        name: value
-        for name, value in lower.items()
-        if not (says_max_tokens and name in _MAX_TOKENS_ALIASES)
-    }
+    overridden: set[str] = set()
+    if any(upper.get(name) is not None for name in _MAX_TOKENS_ALIASES):
+        overridden |= _MAX_TOKENS_ALIASES
+    if upper.get("kv_policy") == LRU:
+        overridden.add("kv_budget")
+    return {name: value for name, value in lower.items() if name not in overridden}
 
 
 def _parameter_value(name: str, value: ParameterValue) -> Any:

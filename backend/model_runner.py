@@ -89,6 +89,8 @@ class ModelRunner:
     def _run_batch(self, scheduled: Batch, result: RunResult) -> None:
         batch = build_forward_batch(scheduled, self._kv_cache.block_size, self._device)
         logits = self._model.forward(batch, self._kv_cache)
+        if batch.block_mass is not None:
+            _record_mass(result, scheduled, batch.block_mass)
         sequences = [item.sequence for item in scheduled if item.samples]
         if not sequences:
             return
@@ -155,6 +157,16 @@ def _record(result: RunResult, sequence: Sequence, token: SampledToken | SampleE
         result.sampled[sequence.seq_id] = token
 
 
+def _record_mass(result: RunResult, scheduled: Batch, block_mass: torch.Tensor) -> None:
+    for item, row in zip(scheduled, block_mass.tolist(), strict=True):
+        if _needs_mass(item.sequence):
+            result.block_mass[item.sequence.seq_id] = row[: len(item.sequence.block_table)]
+
+
+def _needs_mass(sequence: Sequence) -> bool:
+    return sequence.eviction is not None and sequence.eviction.policy.needs_mass
+
+
 def _device_is_lost(error: Exception) -> bool:
     """An accelerator's error stays until the process ends: nobody is the culprit, and the worker
     must be replaced."""
@@ -165,14 +177,21 @@ def build_forward_batch(
     scheduled: SequenceOf[ScheduledSequence], block_size: int, device: torch.device
 ) -> ForwardBatch:
     """The flat batch of this step's tokens, sequence after sequence."""
+    sequences = [item.sequence for item in scheduled]
     ranges = [_token_range(item) for item in scheduled]
+    indices = [_held_range(item) for item in scheduled]
     query_lens = [item.num_tokens for item in scheduled]
     input_ids = chain.from_iterable(
         item.sequence.token_ids[positions.start : positions.stop]
         for item, positions in zip(scheduled, ranges, strict=True)
     )
-    num_groups = len(scheduled[0].sequence.block_tables)
-    tables = ([item.sequence.block_tables[idx] for item in scheduled] for idx in range(num_groups))
+    groups = tuple(
+        _group_tables(tables, indices if idx == 0 else ranges, block_size, device)
+        for idx, tables in enumerate(zip(*(s.block_tables for s in sequences), strict=True))
+    )
+    block_mass = None
+    if any(map(_needs_mass, sequences)):
+        block_mass = torch.zeros_like(groups[0].block_tables)
 
     def to_device(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(device)
@@ -180,31 +199,39 @@ def build_forward_batch(
     return ForwardBatch(
         input_ids=to_device(list(input_ids)),
         positions=to_device(list(chain.from_iterable(ranges))),
-        groups=tuple(_group_tables(table, ranges, block_size, device) for table in tables),
+        groups=groups,
         query_lens=query_lens,
-        context_lens=[positions.stop for positions in ranges],
         logits_indices=to_device(_last_rows(scheduled)),
+        block_mass=block_mass,
     )
 
 
 def _group_tables(
-    tables: list[list[int]], ranges: list[range], block_size: int, device: torch.device
+    tables: SequenceOf[list[int]], ranges: list[range], block_size: int, device: torch.device
 ) -> GroupTables:
+    """``ranges`` are the cache indices of the step's tokens."""
     slots = [
-        table[position // block_size] * block_size + position % block_size
-        for table, positions in zip(tables, ranges, strict=True)
-        for position in positions
+        table[index // block_size] * block_size + index % block_size
+        for table, indices in zip(tables, ranges, strict=True)
+        for index in indices
     ]
     width = max(map(len, tables))
     padded = [table + [0] * (width - len(table)) for table in tables]
     return GroupTables(
         torch.tensor(slots, dtype=torch.int64).to(device),
         torch.tensor(padded, dtype=torch.int64).to(device),
+        [indices.stop for indices in ranges],
     )
 
 
 def _token_range(item: ScheduledSequence) -> range:
     start = item.sequence.num_computed_tokens
+    return range(start, start + item.num_tokens)
+
+
+def _held_range(item: ScheduledSequence) -> range:
+    """As the token range, by index in the compact table of the first group."""
+    start = item.sequence.num_held_tokens
     return range(start, start + item.num_tokens)
 
 

@@ -93,7 +93,7 @@ class AsyncClient:
 
     A ``prompt`` is text, token ids or chat messages. ``sampling`` are the backend's names:
     max_tokens, temperature, top_p, top_k, min_p, seed, stop, stop_token_ids, min_tokens,
-    ignore_eos. Every failure is a ShoalError.
+    ignore_eos, kv_policy, kv_budget. Every failure is a ShoalError.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, model: str | None = None) -> None:

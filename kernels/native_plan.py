@@ -65,6 +65,7 @@ class StepGroup(ctypes.Structure):
         ("max_blocks", ctypes.c_int64),
         ("block_tables", ctypes.c_void_p),
         ("slot_mapping", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
     ]
 
 
@@ -80,7 +81,6 @@ _STEP_POINTERS = (
     "input_ids",
     "positions",
     "query_lens",
-    "context_lens",
     "logits_indices",
     "groups",
     "layer_groups",

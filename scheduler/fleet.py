@@ -90,7 +90,7 @@ class Fleet:
         """Assert that each ledger is that of the sequences on its worker. For tests."""
         for worker in self:
             ledger = {
-                s.seq_id: worker.capacity.num_blocks_for_next(s.num_tokens)
+                s.seq_id: worker.capacity.num_blocks_for_next(s)
                 for s in sequences
                 if s.worker_id == worker.worker_id
             }

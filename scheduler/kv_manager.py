@@ -24,7 +24,8 @@ class _Shared:
 class KVCacheManager:
     """The only writer of block tables.
 
-    Token ``i`` of a sequence lies in slot ``block_table[i // block_size] * block_size +
+    The token at position p of a sequence has the cache index i = p - ``num_evicted_tokens`` (0
+    unless the KV policy is lossy), and lies in slot ``block_table[i // block_size] * block_size +
     i % block_size``. With a prefix tree the first blocks of a table may be the tree's, shared with
     other sequences and full, so nobody writes to them; the rest are the sequence's own::
 
@@ -82,12 +83,32 @@ class KVCacheManager:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many blocks the table lacks to hold the sequence's first ``num_tokens`` tokens."""
-        return max(0, num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table))
+        """How many blocks the table lacks to hold the sequence's first ``num_tokens`` tokens.
+
+        Under a lossy policy the table never grows beyond the budget.
+        """
+        num_blocks = num_blocks_for(num_tokens - sequence.num_evicted_tokens, self.block_size)
+        if sequence.eviction is not None:
+            num_blocks = min(num_blocks, sequence.eviction.num_blocks)
+        return max(0, num_blocks - len(sequence.block_table))
+
+    def make_room(self, sequence: Sequence) -> None:
+        """Drop blocks from the table of a lossy sequence if its budget is full."""
+        eviction = sequence.eviction
+        if eviction is None or eviction.room(sequence.num_held_tokens):
+            return
+        table = sequence.block_table
+        dropped = eviction.evict()
+        self.pool.free([table[idx] for idx in dropped])
+        for idx in reversed(dropped):
+            del table[idx]
+        sequence.num_evicted_tokens += len(dropped) * self.block_size
 
     def is_loading(self, sequence: Sequence) -> bool:
         """Whether cached blocks of a waiting sequence are on their way from disk."""
         if self.prefix_tree is None or self.host is None or self.host.prefixes is None:
+            return False
+        if sequence.eviction is not None:
             return False
         if self.host.prefixes.disk is None:
             return False
@@ -104,9 +125,15 @@ class KVCacheManager:
     def attach_prefix(self, sequence: Sequence) -> None:
         """Start the empty table of a sequence with what the prefix tree has of its tokens.
 
-        At least one token is left to compute, since its logits are wanted.
+        At least one token is left to compute, since its logits are wanted. A lossy sequence finds
+        nothing: which of its blocks go must depend on what it computed itself.
         """
         assert not sequence.block_table
+        if sequence.eviction is not None:
+            if not self._has_checkpoint(sequence):  # a checkpoint goes on with what it has dropped
+                sequence.eviction.reset()
+                sequence.num_evicted_tokens = 0
+            return
         if self.prefix_tree is None or self._has_checkpoint(sequence):
             return
         match = self.prefix_tree.match(
@@ -127,8 +154,11 @@ class KVCacheManager:
         """Put the computed full blocks of a sequence into the tree, for others to read from now on.
 
         Where the tree had the same tokens already, the sequence reads those and gives up its own.
+        A lossy sequence shares nothing: its keys and values are not those of the whole prefix.
         """
         if self.prefix_tree is None or sequence.num_computed_tokens < self.block_size:
+            return
+        if sequence.eviction is not None:
             return
         result = self.prefix_tree.insert(
             sequence.cache_salt,
@@ -186,7 +216,8 @@ class KVCacheManager:
         costs = self.host.costs
         recompute_s = costs.recompute(num_tokens)
         copy_s: float | None
-        if self.prefix_tree is not None and self.host.prefixes is not None:
+        shares = self.prefix_tree is not None and sequence.eviction is None
+        if shares and self.host.prefixes is not None:
             num_full, rest = divmod(num_tokens, self.block_size)
             copy_s = costs.copy((num_full,)) + costs.recompute(rest)
             return ReturnPlan.choose(*lost, recompute_s, ReturnWay.CACHED, copy_s)
@@ -217,7 +248,7 @@ class KVCacheManager:
             return None
         checkpoint = self.host.pool.checkpoint(sequence.seq_id)
         if checkpoint is None:
-            return self._bring_prefix(sequence, self.host)
+            return None if sequence.eviction else self._bring_prefix(sequence, self.host)
         self._extend(sequence, len(checkpoint.tables[0]))
         for window, table in zip(self.windows, checkpoint.tables[1:], strict=True):
             window.refill(sequence, [block is not None for block in table])
@@ -251,11 +282,11 @@ class KVCacheManager:
 
     def slot_mapping(self, sequence: Sequence, num_new_tokens: int) -> list[int]:
         """Slots of the next ``num_new_tokens`` tokens to compute, in order."""
-        start = sequence.num_computed_tokens
+        start = sequence.num_held_tokens
         return [
-            sequence.block_table[position // self.block_size] * self.block_size
-            + position % self.block_size
-            for position in range(start, start + num_new_tokens)
+            sequence.block_table[index // self.block_size] * self.block_size
+            + index % self.block_size
+            for index in range(start, start + num_new_tokens)
         ]
 
     def check_integrity(self, holding: SequenceOf[Sequence]) -> None:
@@ -303,8 +334,9 @@ class KVCacheManager:
 
     def _computed_tables(self, sequence: Sequence) -> list[list[int | None]]:
         """Of each group, the blocks that hold computed tokens; None for dropped ones."""
+        num_held = num_blocks_for(sequence.num_held_tokens, self.block_size)
         num_blocks = num_blocks_for(sequence.num_computed_tokens, self.block_size)
-        first: list[int | None] = list(sequence.block_table[:num_blocks])
+        first: list[int | None] = list(sequence.block_table[:num_held])
         return [first, *(window.held(sequence, num_blocks) for window in self.windows)]
 
     def _bring_prefix(self, sequence: Sequence, host: HostTier) -> Restored | None:

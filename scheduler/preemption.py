@@ -100,7 +100,7 @@ class Preemptor:
         capacity = worker.capacity
         if not capacity.can_ever_fit(head.num_tokens) or self._fleet.is_unsafe(worker, head):
             return []
-        needed = capacity.num_blocks_for_next(head.num_tokens)
+        needed = capacity.num_blocks_for_next(head)
         running = (live[seq_id] for seq_id in worker.reserved)
         victims = choose_victims(
             (

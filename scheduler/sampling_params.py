@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.session_eviction import KV_POLICIES, LRU, MIN_KV_BUDGET
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
@@ -21,6 +22,8 @@ class SamplingParams:
     ``max_tokens=None`` means up to the end of the context; intake replaces it by a number.
     ``seed=None`` means intake draws one, so that a replay gives the same text.
     ``logprobs`` is the number of top alternatives to report with each token's own log-probability.
+    ``kv_policy`` says what happens to a sequence's keys and values beyond ``kv_budget`` tokens
+    (see ``session_eviction``); ``lru`` keeps them all and knows no budget.
     """
 
     temperature: float = 1.0
@@ -41,6 +44,8 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     grammar: str | None = None  # llguidance's form of what the text must follow; set by intake
+    kv_policy: str = LRU
+    kv_budget: int | None = None  # tokens, rounded up to blocks; set with a lossy kv_policy only
 
     def __post_init__(self) -> None:
         _check_float("temperature", self.temperature, 0.0, 2.0)
@@ -59,6 +64,7 @@ class SamplingParams:
         _check_int("n", self.n, 1, 1)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("ignore_eos must be true or false.", param="ignore_eos")
+        _check_kv(self.kv_policy, self.kv_budget)
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -133,6 +139,28 @@ def _check_int(name: str, value: Any, low: int, high: int, optional: bool = Fals
         raise RequestError(f"{name} must be a whole number.", param=name, code="invalid_type")
     if not low <= value <= high:
         raise RequestError(f"{name} must be in [{low}, {high}].", param=name)
+
+
+def _check_kv(policy: Any, budget: Any) -> None:
+    if not isinstance(policy, str) or policy not in KV_POLICIES:
+        raise RequestError(
+            f"kv_policy must be one of {', '.join(KV_POLICIES)}.",
+            param="kv_policy",
+            code="invalid_value" if isinstance(policy, str) else "invalid_type",
+        )
+    _check_int("kv_budget", budget, MIN_KV_BUDGET, 2**31 - 1, optional=True)
+    if policy == LRU and budget is not None:
+        raise RequestError(
+            "kv_budget goes with kv_policy attention_sink or h2o; lru keeps the whole sequence.",
+            param="kv_budget",
+        )
+    if policy != LRU and budget is None:
+        raise RequestError(
+            f"kv_policy {policy} needs a kv_budget: tokens to keep, in "
+            f"[{MIN_KV_BUDGET}, {2**31 - 1}].",
+            param="kv_budget",
+            code="missing_parameter",
+        )
 
 
 def _check_stop(stop: Any) -> None:

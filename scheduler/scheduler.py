@@ -2,6 +2,7 @@
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from shoal.scheduler.errors import RequestError
@@ -15,6 +16,7 @@ from shoal.scheduler.outputs import (
     StepOutput,
 )
 from shoal.scheduler.sequence import FinishReason, Sequence, SequenceStatus
+from shoal.scheduler.session_eviction import make_session_eviction
 from shoal.scheduler.step_budget import share_budget
 from shoal.scheduler.step_limits import StepLimits
 from shoal.scheduler.step_pace import StepPace
@@ -22,6 +24,7 @@ from shoal.scheduler.transfers import DiskResult
 from shoal.scheduler.victims import choose_victim
 
 _NONE_FAILED: Mapping[int, str] = {}
+_NO_MASS: Mapping[int, SequenceOf[int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,10 @@ class Scheduler:
             )
         sequence.arrival_index = self._num_arrivals
         self._num_arrivals += 1
+        if sequence.sampling.kv_budget is not None:
+            sequence.eviction = make_session_eviction(
+                sequence.sampling.kv_policy, sequence.sampling.kv_budget, self.kv.block_size
+            )
         self._live[sequence.seq_id] = sequence
         self._waiting.append(sequence)
 
@@ -156,6 +163,7 @@ class Scheduler:
         sampled: Mapping[int, SampledToken],
         failed: Mapping[int, str] = _NONE_FAILED,
         deferred: Collection[int] = (),
+        block_mass: Mapping[int, SequenceOf[int]] = _NO_MASS,
     ) -> list[StepOutput]:
         """Apply what the step computed, by seq_id. Failed and finished sequences are freed; of the
         deferred ones nothing was computed, and they are scheduled again."""
@@ -169,6 +177,8 @@ class Scheduler:
                 continue
             samples = item.samples
             sequence.num_computed_tokens += item.num_tokens
+            if sequence.eviction is not None and sequence.seq_id in block_mass:
+                sequence.eviction.observe(block_mass[sequence.seq_id])
             if samples:
                 if sequence.num_output_tokens == 0:
                     self.kv.publish_prefix(sequence)  # the whole prompt is computed: share it
@@ -243,7 +253,11 @@ class Scheduler:
     def _share_budget(self) -> dict[int, int]:
         """Tokens to run, by seq_id. See step 2 of the class docstring."""
         whole_budget = min(self.config.max_num_batched_tokens, self.limits.max_num_tokens)
-        return share_budget(self._take_turns(whole_budget), whole_budget, self.pace)
+        members = self._take_turns(whole_budget)
+        for sequence in members:
+            if sequence.eviction is not None:
+                self.kv.make_room(sequence)
+        return share_budget(members, whole_budget, self.pace)
 
     def _take_turns(self, most: int) -> list[Sequence]:
         """The running sequences, in arrival order; at most ``most``, and the others next time."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.session_eviction import SessionEviction
 
 
 class SequenceStatus(IntEnum):
@@ -47,6 +48,8 @@ class Sequence:
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # one a KV group
     arrival_index: int = 0  # of the order in which the worker's sequences arrived
     arrival_step: int = 0  # engine step number at which the worker received it
+    eviction: SessionEviction | None = None  # with a lossy kv_policy only
+    num_evicted_tokens: int = 0  # of the computed ones, dropped from the block table
 
     def __post_init__(self) -> None:
         assert 0 < self.num_prompt_tokens <= len(self.token_ids)
@@ -67,6 +70,19 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_runnable_tokens(self) -> int:
+        """The uncomputed tokens that one step may compute: all that a lossy policy has room for."""
+        num_tokens = len(self.token_ids) - self.num_computed_tokens
+        if self.eviction is None:
+            return num_tokens
+        return min(num_tokens, self.eviction.room(self.num_held_tokens))
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens with keys and values in the cache: where, in the table, the next one goes."""
+        return self.num_computed_tokens - self.num_evicted_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -18,8 +18,8 @@ def share_budget(members: Many[Sequence], budget: int, pace: StepPace) -> dict[i
     A sequence that lacks one token (decode) gets it. The others share what is left, or less where
     a decode's ``tpot_s`` asks for shorter steps. Urgent prefills go first.
     """
-    num_tokens = {s.seq_id: 1 for s in members if s.num_uncomputed_tokens == 1}
-    prefills = [s for s in members if s.num_uncomputed_tokens > 1]
+    num_tokens = {s.seq_id: 1 for s in members if s.num_runnable_tokens == 1}
+    prefills = [s for s in members if s.num_runnable_tokens > 1]
     if not prefills:
         return num_tokens
     left = min(budget - len(num_tokens), _most_prefill(members, budget, len(num_tokens), pace))
@@ -43,7 +43,7 @@ def _grant(num_tokens: dict[int, int], prefills: Many[Sequence], budget: int) ->
     Half goes to those with the fewest tokens to go, so a short prompt never waits behind a long
     one; the rest goes in arrival order, so a long prompt never starves behind short ones.
     """
-    lacking = {s.seq_id: s.num_uncomputed_tokens for s in prefills}
+    lacking = {s.seq_id: s.num_runnable_tokens for s in prefills}
     left = budget
     quick = budget // 2  # rounded down: arrival order wins the last token
     for seq_id in sorted(lacking, key=lacking.__getitem__):
@@ -60,7 +60,7 @@ def _grant(num_tokens: dict[int, int], prefills: Many[Sequence], budget: int) ->
 
 def _most_prefill(members: Many[Sequence], budget: int, num_decodes: int, pace: StepPace) -> int:
     """Prefill tokens of a step that is as short as the decodes in it want."""
-    targets = [s.tpot_s for s in members if s.tpot_s is not None and s.num_uncomputed_tokens == 1]
+    targets = [s.tpot_s for s in members if s.tpot_s is not None and s.num_runnable_tokens == 1]
     if not targets:
         return budget
     most = pace.num_tokens_in(min(targets)) - num_decodes

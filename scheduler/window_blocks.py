@@ -28,9 +28,10 @@ def most_window_blocks(
 class WindowBlocks:
     """The block tables and the cached prefix blocks of one windowed KV group.
 
-    A table is as long as the first group's and starts with a hole for each block that its window
-    has left behind. A cached block lies beside the block of the first group that the prefix tree
-    has for the same tokens, goes when that one goes, and may go before, least recently used first.
+    A table is as long as the first group's would be without lossy eviction, and starts with a hole
+    for each block that its window has left behind. A cached block lies beside the block of the
+    first group that the prefix tree has for the same tokens, goes when that one goes, and may go
+    before, least recently used first.
 
     Each entry of a table that is no hole is one holder of its block in the pool, and the cache is
     one more; so a block with the cache alone may be dropped.
@@ -181,7 +182,8 @@ class WindowBlocks:
         assert len(holders) == len(self._cached), "a block is cached twice"
         for sequence in holding:
             table = self.table(sequence)
-            assert len(table) == len(sequence.block_table)
+            num_evicted = sequence.num_evicted_tokens // self.pool.block_size
+            assert len(table) == len(sequence.block_table) + num_evicted
             held = [block_id for block_id in table if block_id != HOLE]
             assert len(set(held)) == len(held), f"sequence {sequence.seq_id} repeats a block"
             assert HOLE not in table[len(table) - len(held) :], "a hole behind a held block"

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from shoal.scheduler.block_pool import num_blocks_for
 from shoal.scheduler.dispatched import DispatchedSequence
+from shoal.scheduler.session_eviction import budget_blocks
 
 # Of a worker's slots and blocks, kept for tenants below their share; see Dispatcher.
 _RESERVED_SLOTS = 1 / 8
@@ -19,9 +20,13 @@ class WorkerCapacity:
     max_num_seqs: int
     max_model_len: int  # tokens, prompt and output together
 
-    def num_blocks_for_next(self, num_tokens: int) -> int:
-        """Blocks of a sequence with ``num_tokens`` known tokens and one more."""
-        return num_blocks_for(num_tokens + 1, self.block_size)
+    def num_blocks_for_next(self, sequence: DispatchedSequence) -> int:
+        """Blocks of a sequence's known tokens and one more, within its own KV budget."""
+        num_blocks = num_blocks_for(sequence.num_tokens + 1, self.block_size)
+        kv_budget = sequence.sampling.kv_budget
+        if kv_budget is None:
+            return num_blocks
+        return min(num_blocks, budget_blocks(kv_budget, self.block_size))
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether an empty worker could give one more token to ``num_tokens`` known ones."""
@@ -76,7 +81,7 @@ class WorkerLedger:
         if leaves_reserve:
             slots -= self.num_reserve_slots
             blocks -= int(self.capacity.num_blocks * _RESERVED_BLOCKS)
-        needed = self.capacity.num_blocks_for_next(sequence.num_tokens)
+        needed = self.capacity.num_blocks_for_next(sequence)
         return len(self.reserved) < slots and needed <= blocks
 
     def take(self, sequence: DispatchedSequence, is_suspect: bool) -> None:
@@ -98,7 +103,7 @@ class WorkerLedger:
 
     def resize(self, sequence: DispatchedSequence) -> None:
         """Reserve what the sequence needs now."""
-        num_blocks = self.capacity.num_blocks_for_next(sequence.num_tokens)
+        num_blocks = self.capacity.num_blocks_for_next(sequence)
         self.num_reserved += num_blocks - self.reserved[sequence.seq_id]
         self.reserved[sequence.seq_id] = num_blocks
 

@@ -102,7 +102,23 @@ class FakeKVContents:
             for group, table in enumerate(item.sequence.block_tables):
                 windows = scheduler.kv.windows
                 window = windows[group - 1].window if group else None
-                self._run_group(item, group, table, window, scheduler.kv.block_size)
+                if group == 0 and item.sequence.eviction is not None:
+                    self._run_lossy(item, scheduler.kv.block_size)
+                else:
+                    self._run_group(item, group, table, window, scheduler.kv.block_size)
+
+    def _run_lossy(self, item: ScheduledSequence, block_size: int) -> None:
+        sequence = item.sequence
+        prefix = hash(sequence.cache_salt)
+        contents = []
+        for token_id in sequence.token_ids[: sequence.num_computed_tokens + item.num_tokens]:
+            prefix = hash((prefix, token_id))
+            contents.append((sequence.cache_salt, prefix))
+        slots = _slots(sequence, item.num_tokens, block_size)
+        new = zip(slots[-item.num_tokens :], contents[-item.num_tokens :], strict=True)
+        found = [self._slots.get(slot) for slot in slots[: -item.num_tokens]]
+        _check_what_is_left(found, contents, sequence, block_size)
+        self._slots.update(new)
 
     def _run_group(
         self,
@@ -129,6 +145,31 @@ class FakeKVContents:
             assert found == (sequence.cache_salt, prefix), (
                 f"sequence {sequence.seq_id} reads a wrong slot at position {position}"
             )
+
+
+def _slots(sequence: Sequence, num_new_tokens: int, block_size: int) -> list[tuple[int, int]]:
+    """Of all tokens that the sequence holds and of its next, in order."""
+    return [
+        (0, sequence.block_table[index // block_size] * block_size + index % block_size)
+        for index in range(sequence.num_held_tokens + num_new_tokens)
+    ]
+
+
+def _check_what_is_left(
+    found: list[Any], contents: list[Any], sequence: Sequence, block_size: int
+) -> None:
+    """Whole blocks of the sequence's own past in order, the first and the last among them."""
+    eviction = sequence.eviction
+    assert eviction is not None
+    assert len(sequence.block_table) <= eviction.num_blocks
+    position_of = {content: position for position, content in enumerate(contents)}
+    positions = [position_of[content] for content in found]
+    assert positions == sorted(set(positions))
+    assert sequence.num_evicted_tokens % block_size == 0
+    assert all(p % block_size == index % block_size for index, p in enumerate(positions))
+    if positions:
+        assert positions[:4] == list(range(len(positions[:4])))
+        assert positions[-1] == sequence.num_computed_tokens - 1
 
 
 def run_step(

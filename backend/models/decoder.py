@@ -116,7 +116,7 @@ class Decoder:
             AttentionMetadata.build(
                 tables.block_tables,
                 batch.query_lens,
-                batch.context_lens,
+                tables.context_lens,
                 kv.block_size,
                 group.window,
                 # What sessions evict by is measured where all tokens are kept.

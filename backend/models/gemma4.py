@@ -258,9 +258,10 @@ class Gemma4ForCausalLM:
                 AttentionMetadata.build(
                     tables.block_tables,
                     batch.query_lens,
-                    batch.context_lens,
+                    tables.context_lens,
                     kv.block_size,
                     group.window,
+                    block_mass=batch.block_mass if group is kv.layout.groups[0] else None,
                 )
                 for tables, group in zip(batch.groups, kv.layout.groups, strict=True)
             ],

@@ -23,15 +23,17 @@ class StepBuilder:
         """Valid as long as batch, cache and logits are, and until the next call."""
         caches = self._caches
         caches.update(kv)
-        self._lens = torch.tensor([batch.query_lens, batch.context_lens], dtype=torch.int64)
+        context_lens = [group.context_lens for group in batch.groups]
+        self._lens = torch.tensor([batch.query_lens, *context_lens], dtype=torch.int64)
         self._groups = (StepGroup * len(batch.groups))(
             *(
                 StepGroup(
                     group.block_tables.shape[1],
                     pointer(group.block_tables, torch.int64),
                     pointer(group.slot_mapping, torch.int64),
+                    pointer(lens),
                 )
-                for group in batch.groups
+                for group, lens in zip(batch.groups, self._lens[1:], strict=True)
             )
         )
         return StepArguments(
@@ -44,7 +46,6 @@ class StepBuilder:
             input_ids=pointer(batch.input_ids, torch.int64),
             positions=pointer(batch.positions, torch.int64),
             query_lens=pointer(self._lens[0]),
-            context_lens=pointer(self._lens[1]),
             logits_indices=pointer(batch.logits_indices, torch.int64),
             groups=ctypes.addressof(self._groups),
             layer_groups=caches.address("layer_groups"),

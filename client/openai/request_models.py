@@ -56,6 +56,8 @@ SAMPLING_FIELDS = (
     "max_completion_tokens",
     "min_tokens",
     "ignore_eos",
+    "kv_policy",
+    "kv_budget",
 )
 MAX_TOP_LOGPROBS = 20
 
@@ -96,6 +98,8 @@ class GenerationBody(BaseModel):
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    kv_policy: str | None = None
+    kv_budget: int | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -271,6 +275,8 @@ EXPECTED_TYPES = {
     "ignore_eos": _FLAG,
     "logprobs": "must be true or false in a chat, a whole number in a completion",
     "top_logprobs": _WHOLE,
+    "kv_policy": _TEXT,
+    "kv_budget": _WHOLE,
     "user": _TEXT,
     "safety_identifier": _TEXT,
     "prompt_cache_key": _TEXT,

@@ -65,6 +65,7 @@ struct StepGroup {
   int64_t max_blocks;
   const int64_t* block_tables;  // [num_seqs, max_blocks]
   const int64_t* slot_mapping;  // [num_tokens]
+  const int64_t* context_lens;  // [num_seqs]
 };
 
 struct Step {
@@ -73,7 +74,6 @@ struct Step {
   const int64_t* input_ids;       // [num_tokens]
   const int64_t* positions;       // [num_tokens]
   const int64_t* query_lens;      // [num_seqs]
-  const int64_t* context_lens;    // [num_seqs]
   const int64_t* logits_indices;  // [num_samples]
   const StepGroup* groups;
   const int64_t* layer_groups;    // [num_layers]
@@ -140,7 +140,8 @@ class Plan : public PlanBase {
         at++;
       if (at < works_.size()) continue;
       const Batch batch{step.num_seqs, step.groups[group].max_blocks, step.block_size,
-                        step.groups[group].block_tables, step.query_lens, step.context_lens};
+                        step.groups[group].block_tables, step.query_lens,
+                        step.groups[group].context_lens};
       const bool masses = step.block_mass && group == 0;
       works_.push_back({group, shape, batch,
                         attention_work(batch, shape, step.num_threads, !masses)});

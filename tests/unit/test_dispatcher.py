@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from builders import fake_token, make_sampling
 
@@ -27,9 +29,12 @@ def make_ready(num_blocks: int = 100, max_num_seqs: int = 8, max_replays: int = 
     return dispatcher
 
 
-def add(dispatcher: Dispatcher, *seq_ids: int, num_prompt: int = 16, now: float = 0.0) -> None:
+def add(
+    dispatcher: Dispatcher, *seq_ids: int, num_prompt: int = 16, now: float = 0.0, **sampling: Any
+) -> None:
     for seq_id in seq_ids:
-        dispatcher.add(seq_id, [7] * num_prompt, make_sampling(max_tokens=500), now)
+        params = make_sampling(max_tokens=500, **sampling)
+        dispatcher.add(seq_id, [7] * num_prompt, params, now)
 
 
 def added(commands: list[Command]) -> list[int]:
@@ -92,6 +97,16 @@ class TestHandOver:
         assert dispatcher.poll(0.0) == []
         give(dispatcher, token(0, 2, FinishReason.STOP))
         assert added(dispatcher.poll(0.0)) == [1]
+
+    def test_counts_no_more_than_a_kv_budget(self) -> None:
+        dispatcher = make_ready(num_blocks=30)
+        options = {"kv_policy": "h2o", "kv_budget": 150}  # 10 blocks
+        add(dispatcher, 0, num_prompt=400, **options)
+        add(dispatcher, 1, num_prompt=20, **options)  # 2 blocks
+        assert added(dispatcher.poll(0.0)) == [0, 1]
+        give(dispatcher, *(token(0, idx) for idx in range(40)))
+        add(dispatcher, 2, num_prompt=287)  # 18 blocks are left
+        assert added(dispatcher.poll(0.0)) == [2]
 
     def test_believes_a_report_of_less_than_it_expects(self) -> None:
         dispatcher = make_ready(num_blocks=10)

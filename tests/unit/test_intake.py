@@ -214,6 +214,8 @@ def test_bad_sampling_json(text: str) -> None:
         ("logprobs", 21),
         ("max_tokens", 0),
         ("ignore_eos", 1),
+        ("kv_policy", "fifo"),
+        ("kv_budget", 1024),
         ("best_of", 1),
         ("tools", []),
     ],
@@ -235,6 +237,25 @@ def test_logit_bias_comes_from_json_and_from_a_request_parameter() -> None:
     assert prepare(text_input="hi", sampling_parameters=text).sampling.logit_bias == bias
     parameters = {"logit_bias": '{"7": -100, "8": 0.5}'}
     assert prepare(text_input="hi", parameters=parameters).sampling.logit_bias == bias
+
+
+def test_a_kv_policy_comes_from_json_and_from_request_parameters() -> None:
+    text = '{"kv_policy": "h2o", "kv_budget": 64}'
+    sampling = prepare(text_input="hi", sampling_parameters=text).sampling
+    assert (sampling.kv_policy, sampling.kv_budget) == ("h2o", 64)
+    parameters = {"kv_policy": "attention_sink", "kv_budget": "128"}
+    sampling = prepare(text_input="hi", parameters=parameters).sampling
+    assert (sampling.kv_policy, sampling.kv_budget) == ("attention_sink", 128)
+
+
+def test_asking_for_lru_overrides_a_default_budget() -> None:
+    intake = make_intake(defaults={"kv_policy": "h2o", "kv_budget": 64})
+    sampling = intake.prepare(RawRequest(text_input="hi")).sampling
+    assert (sampling.kv_policy, sampling.kv_budget) == ("h2o", 64)
+    sampling = intake.prepare(
+        RawRequest(text_input="hi", sampling_parameters='{"kv_policy": "lru"}')
+    ).sampling
+    assert (sampling.kv_policy, sampling.kv_budget) == ("lru", None)
 
 
 def test_sampling_json_wins_over_request_parameters() -> None:

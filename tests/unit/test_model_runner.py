@@ -32,7 +32,7 @@ def test_the_batch_lays_sequences_out_one_after_another():
     assert tables.slot_mapping.tolist() == [30, 31, 12, 13, 14, 36]
     assert tables.block_tables.tolist() == [[7, 3, 0], [1, 4, 9]]
     assert batch.query_lens == [5, 1]
-    assert batch.context_lens == [7, 9]
+    assert batch.groups[0].context_lens == [7, 9]
     assert batch.logits_indices.tolist() == [5]
 
 

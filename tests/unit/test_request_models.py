@@ -41,6 +41,15 @@ def test_long_names_are_cut() -> None:
     assert len(caught.value.message) < 200
 
 
+def test_a_kv_policy_and_its_budget_pass() -> None:
+    values = {"kv_policy": "h2o", "kv_budget": 1024}
+    assert parse_body(CompletionBody, {"model": "m", "prompt": "a", **values}).sampling() == values
+    for name, value in (("kv_policy", 1), ("kv_budget", "big")):
+        with pytest.raises(ShoalError) as caught:
+            parse_body(ChatBody, {**CHAT, name: value})
+        assert (caught.value.param, caught.value.status) == (name, 400)
+
+
 def test_whole_numbers_serve_as_floats() -> None:
     body = parse_body(ChatBody, {**CHAT, "temperature": 1, "top_p": 1})
     assert body.sampling() == {"temperature": 1.0, "top_p": 1.0}

@@ -54,6 +54,13 @@ def small_reuse() -> ReusePolicy:
 
 EVICTIONS = {"none": lambda: None, "lru": LruPolicy, "lfu": LfuPolicy, "reuse": small_reuse}
 
+KV_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"kv_policy": "attention_sink", "kv_budget": 64},
+    {"kv_policy": "h2o", "kv_budget": 70},
+]
+
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:
     """Limits, and up to two windowed groups, with pools for any use or just for one sequence."""
@@ -92,6 +99,7 @@ def test_random_workload(seed: int, eviction: str) -> None:
                 prompt_seed=rng.randint(0, 3),
                 cache_salt=rng.choice([b"", b"a"]),
                 max_tokens=max_tokens,
+                **rng.choice(KV_OPTIONS),
             )
             ledger.sequences[sequence.seq_id] = sequence
             scheduler.add(sequence)
