@@ -1,4 +1,5 @@
-"""A fast tokeniser from GGUF metadata, for byte-level BPE vocabularies."""
+"""A fast tokeniser from GGUF metadata: byte-level BPE vocabularies, and by way of
+``gguf_sentencepiece`` those of SentencePiece."""
 
 from typing import Any
 
@@ -6,6 +7,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from shoal.backend.engine_config import ConfigError
+from shoal.backend.text.gguf_sentencepiece import build_sentencepiece
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
@@ -26,9 +28,11 @@ _SUPPORTED = sorted(_PLAIN | _SINGLE_DIGITS | _LLAMA3 | _QWEN2)
 def build_fast_tokenizer(metadata: dict[str, Any]) -> FastTokenizer:
     """Build the tokeniser. Raises ConfigError, naming the metadata key, when it is unsupported."""
     kind = metadata.get("tokenizer.ggml.model")
+    if kind == "llama":
+        return build_sentencepiece(metadata)
     if kind != "gpt2":
         raise ConfigError(
-            f"tokenizer.ggml.model {str(kind)[:64]!r} is not supported; supported: 'gpt2'. "
+            f"tokenizer.ggml.model {str(kind)[:64]!r} is not supported; supported: gpt2, llama. "
             "Serve the model from a folder with tokenizer.json."
         )
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))

