@@ -18,6 +18,7 @@ class HostKV:
     """
 
     def __init__(self, cache: PagedKVCache, num_blocks: Sequence[int]) -> None:
+        self.cache = cache
         self._device_parts = [cache.block_parts(group) for group in range(len(num_blocks))]
         self._host_parts = [
             [_host_twin(part, count) for part in parts]

@@ -6,6 +6,7 @@ import torch
 
 from shoal.backend.kv_layout import KVLayout
 from shoal.kernels.layer_cache import LayerCache, as_copyable, scale_bytes
+from shoal.scheduler.transfers import DeviceCopy
 
 
 def bytes_per_block(layout: KVLayout, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -66,6 +67,12 @@ class PagedKVCache:
     def num_bytes(self) -> int:
         tensors = (*self._storage.values(), *self._scales.values())
         return sum(tensor.nbytes for tensor in tensors)
+
+    def copy_blocks(self, copies: Sequence[DeviceCopy]) -> None:
+        """Copy whole blocks, one after another."""
+        for copy in copies:
+            for part in self.block_parts(copy.group):
+                part[:, copy.target] = part[:, copy.source]
 
     def layer(self, layer_idx: int) -> LayerCache:
         """All that is kept for a layer, written in place by the kernels."""

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 from shoal.backend.host_kv import HostKV
 from shoal.backend.kv_disk import KVDisk
-from shoal.scheduler.transfers import BlockCopy, DiskLoad, DiskResult, DiskStore, Transfer
+from shoal.scheduler.transfers import (
+    BlockCopy,
+    DeviceCopy,
+    DiskLoad,
+    DiskResult,
+    DiskStore,
+    Transfer,
+)
 
 
 class KVMover:
@@ -25,7 +32,10 @@ class KVMover:
                 continue
             self._host.copy(copies)
             copies = []
-            self._order(transfer)
+            if isinstance(transfer, DeviceCopy):
+                self._host.cache.copy_blocks([transfer])
+            else:
+                self._order(transfer)
         self._host.copy(copies)
 
     def take_results(self, wait_s: float = 0.0) -> list[DiskResult]:

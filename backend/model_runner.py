@@ -18,6 +18,7 @@ from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, sample
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.transfers import only_device_copies
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class ModelRunner:
         result = RunResult({}, {})
         if self._mover is not None:
             self._mover.carry_out(output.transfers)
+        else:  # without a host tier there is nothing else to move
+            self._kv_cache.copy_blocks(only_device_copies(output.transfers))
         batches = [output.scheduled] if output.scheduled else []
         while batches:
             scheduled = batches.pop()

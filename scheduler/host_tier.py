@@ -37,6 +37,10 @@ class HostTier:
     def prefixes(self) -> HostPrefixes | None:
         return self.pool.prefixes
 
+    def order(self, transfers: Iterable[Transfer]) -> None:
+        """Add orders of others, which are to be carried out in order with its own."""
+        self._transfers += transfers
+
     def take_transfers(self) -> tuple[Transfer, ...]:
         """All orders since the last time, in the order in which they must be carried out."""
         transfers = tuple(self._transfers)

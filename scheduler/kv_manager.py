@@ -10,6 +10,7 @@ from shoal.scheduler.outputs import Restored
 from shoal.scheduler.prefix_tree import PrefixLock, PrefixMatch, PrefixTree
 from shoal.scheduler.return_cost import UNMEASURED, ReturnPlan, ReturnWay
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.transfers import DeviceCopy, Transfer
 from shoal.scheduler.window_blocks import WindowBlocks
 
 
@@ -33,8 +34,9 @@ class KVCacheManager:
         |<-------------- block_table ------------------>|<- new -->|  rounded up to whole blocks
         |<- the tree's, locked ->|<- the sequence's own ---------->|
 
-    A block in use has one holder in the pool: the tree or a sequence. Only computed full blocks
-    enter the tree; those that nobody has locked count as free, as they are evicted on demand.
+    With a tree, a block in use has one holder in the pool: the tree or a sequence. Only computed
+    full blocks enter the tree; those that nobody has locked count as free, as they are evicted on
+    demand. Without a tree, the full blocks of a fork have a holder in each of its sequences.
 
     All this is of the first KV group; ``windows`` are the others. Their pools never run out while
     no more than ``max_num_running`` sequences run, so the first group's blocks are what counts.
@@ -54,6 +56,7 @@ class KVCacheManager:
         self.windows = tuple(windows)
         self.host = host
         self._shared: dict[int, _Shared] = {}  # by seq_id
+        self._device_copies: list[Transfer] = []  # without a host tier, which has them all
 
     @property
     def block_size(self) -> int:
@@ -149,6 +152,51 @@ class KVCacheManager:
             for window in self.windows:
                 window.attach(sequence, match.block_ids)
             sequence.num_computed_tokens = match.num_tokens
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> list[DeviceCopy]:
+        """Start the empty table of ``child`` with the first ``num_tokens`` tokens of ``parent``.
+
+        They are computed, and the child has the same ones and more. Full blocks are shared; a
+        part-filled last one is copied, as both will write to theirs. Returns what must be copied
+        before anything else is written. Without room the child has less to start from.
+        """
+        num_full, rest = divmod(num_tokens, self.block_size)
+        if self.prefix_tree is None:
+            if not self._share_blocks(parent, child, num_tokens):
+                return []
+        else:
+            shared = self._shared.get(parent.seq_id)
+            if shared is None or shared.num_blocks < num_full:
+                self.publish_prefix(parent)
+            self.attach_prefix(child)
+            if child.num_computed_tokens != num_full * self.block_size:
+                return []
+        if not rest or not all(window.holds(parent, num_full) for window in self.windows):
+            return []
+        if self.allocate_slots(child, rest) is None:
+            self.free(child, cache=False)
+            child.num_computed_tokens = 0
+            return []
+        child.num_computed_tokens = num_tokens
+        return [
+            DeviceCopy(group, parent.block_tables[group][num_full], table[num_full])
+            for group, table in enumerate(child.block_tables)
+        ]
+
+    def order_copies(self, copies: SequenceOf[DeviceCopy]) -> None:
+        """Have copies made before the next step, in order with all that is moved."""
+        if self.host is not None:
+            self.host.order(copies)
+        else:
+            self._device_copies += copies
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """All orders since the last time, in the order in which they must be carried out."""
+        if self.host is not None:
+            return self.host.take_transfers()
+        transfers = tuple(self._device_copies)
+        self._device_copies.clear()
+        return transfers
 
     def publish_prefix(self, sequence: Sequence, finished: bool = False) -> None:
         """Put the computed full blocks of a sequence into the tree, for others to read from now on.
@@ -368,6 +416,19 @@ class KVCacheManager:
         assert blocks is not None, "the tree evicted fewer blocks than it offered"
         sequence.block_table.extend(blocks)
         return blocks
+
+    def _share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
+        """Let the child hold the parent's full blocks of its first tokens, if it still has them."""
+        if not all(window.can_share(parent, num_tokens) for window in self.windows):
+            return False
+        num_full = num_tokens // self.block_size
+        blocks = parent.block_table[:num_full]
+        self.pool.incref(blocks)
+        child.block_table.extend(blocks)
+        for window in self.windows:
+            window.share(parent, child, num_tokens)
+        child.num_computed_tokens = num_full * self.block_size
+        return True
 
     def _evict(self, num_blocks: int) -> None:
         assert self.prefix_tree is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.forks import Fork, Forks
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import (
     Preemption,
@@ -20,7 +21,7 @@ from shoal.scheduler.session_eviction import make_session_eviction
 from shoal.scheduler.step_budget import share_budget
 from shoal.scheduler.step_limits import StepLimits
 from shoal.scheduler.step_pace import StepPace
-from shoal.scheduler.transfers import DiskResult
+from shoal.scheduler.transfers import DeviceCopy, DiskResult
 from shoal.scheduler.victims import choose_victim
 
 _NONE_FAILED: Mapping[int, str] = {}
@@ -98,6 +99,7 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._forks = Forks()
 
     @property
     def has_unfinished(self) -> bool:
@@ -109,7 +111,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._forks.num_held
 
     @property
     def free_blocks(self) -> int:
@@ -117,6 +119,25 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Take over a new sequence. Raises RequestError when it leaves no room for a token."""
+        self._take_over(sequence)
+        self._waiting.append(sequence)
+
+    def fork(self, parent_seq_id: int, child: Sequence) -> None:
+        """Take over a new sequence that begins as another one does.
+
+        What they have in common is computed once, if the other one is still there by then. A
+        lossy sequence shares nothing: what it drops depends on what it computed itself.
+        Raises as ``add``.
+        """
+        parent = self._live.get(parent_seq_id)
+        if parent is None or _is_lossy(parent) or _is_lossy(child):
+            self.add(child)
+            return
+        self._take_over(child)
+        self._forks.hold(Fork.of(parent, child))
+        self._wait(self._forks.release_ready(parent))
+
+    def _take_over(self, sequence: Sequence) -> None:
         assert sequence.seq_id not in self._live, f"sequence {sequence.seq_id} was added twice"
         if sequence.num_tokens >= self.config.max_model_len:
             raise RequestError(
@@ -131,7 +152,6 @@ class Scheduler:
                 sequence.sampling.kv_policy, sequence.sampling.kv_budget, self.kv.block_size
             )
         self._live[sequence.seq_id] = sequence
-        self._waiting.append(sequence)
 
     def abort(self, seq_id: int) -> bool:
         """Drop a sequence and free its blocks; False when it is not here (any more)."""
@@ -146,7 +166,7 @@ class Scheduler:
         if self.kv.windows:
             for sequence in self._running:
                 self.kv.drop_behind_windows(sequence)
-        restored = self._admit_waiting()
+        restored = self._admit(tuple(self._waiting))
         num_tokens = self._share_budget()
         preemptions = self._allocate(num_tokens)
         scheduled = tuple(
@@ -154,7 +174,7 @@ class Scheduler:
             for sequence in self._running
             if sequence.seq_id in num_tokens
         )
-        transfers = self.kv.host.take_transfers() if self.kv.host else ()
+        transfers = self.kv.take_transfers()
         return SchedulerOutput(scheduled, tuple(preemptions), tuple(restored), transfers)
 
     def update_from_output(
@@ -179,6 +199,8 @@ class Scheduler:
             sequence.num_computed_tokens += item.num_tokens
             if sequence.eviction is not None and sequence.seq_id in block_mass:
                 sequence.eviction.observe(block_mass[sequence.seq_id])
+            if self._forks.has_held:
+                self._start_forks(sequence)
             if samples:
                 if sequence.num_output_tokens == 0:
                     self.kv.publish_prefix(sequence)  # the whole prompt is computed: share it
@@ -198,7 +220,9 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that lists, statuses, limits and blocks agree. For tests; costs O(blocks)."""
         assert len(self._running) <= self._max_num_running
-        members = [*self._running, *self._waiting]
+        held = list(self._forks.held())
+        assert all(not any(sequence.block_tables) for sequence in held)
+        members = [*self._running, *self._waiting, *held]
         assert len(members) == len(self._live)
         for sequence in members:
             assert self._live[sequence.seq_id] is sequence
@@ -216,20 +240,38 @@ class Scheduler:
         if self.kv.host is not None:
             self.kv.host.pool.check_integrity(self._live)
 
-    def _admit_waiting(self) -> list[Restored]:
+    def _start_forks(self, parent: Sequence) -> None:
+        """Let the parent's children run from what it has computed, before it may be gone."""
+        children = self._forks.release_ready(parent)
+        if children:
+            self._wait(children)
+            self._admit(children)
+
+    def _wait(self, sequences: SequenceOf[Sequence]) -> None:
+        """Put sequences that were held among the waiting."""
+        for sequence in sequences:
+            insort(self._waiting, sequence, key=_arrival)
+
+    def _admit(self, candidates: SequenceOf[Sequence]) -> list[Restored]:
+        """Let waiting sequences run, in order, while there are slots and blocks."""
         restored = []
         spare = self.kv.num_free_blocks - sum(
             self.kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self._running
         )
-        for sequence in tuple(self._waiting):
+        for sequence in candidates:
             if len(self._running) >= self._max_num_running:
                 break
             if self._running and not self.limits.admits:
                 break
-            if self.kv.is_loading(sequence):
+            fork = self._forks.usable_for(sequence)
+            if fork is None and self.kv.is_loading(sequence):
                 continue
             num_free_before = self.kv.num_free_blocks
-            self.kv.attach_prefix(sequence)
+            copies: list[DeviceCopy] = []
+            if fork is None:
+                self.kv.attach_prefix(sequence)
+            else:
+                copies = self.kv.fork(fork.parent, sequence, fork.num_shared)
             spare -= num_free_before - self.kv.num_free_blocks  # cached blocks it now locks
             num_blocks = self.kv.num_missing_blocks(sequence, sequence.num_tokens + 1)
             # A preempted sequence also leaves a block for each running one to grow into; else it
@@ -239,13 +281,15 @@ class Scheduler:
                 self.kv.free(sequence, cache=False)
                 sequence.num_computed_tokens = 0
                 break
-            came_back = self.kv.bring_back(sequence)
+            came_back = self.kv.bring_back(sequence) if fork is None else None
             if came_back is not None:
                 restored.append(came_back)
             if sequence.status is SequenceStatus.WAITING:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
             spare -= num_blocks
             self._waiting.remove(sequence)
+            self.kv.order_copies(copies)
+            self._forks.started(sequence)
             sequence.status = SequenceStatus.RUNNING
             insort(self._running, sequence, key=_arrival)
         return restored
@@ -326,13 +370,20 @@ class Scheduler:
         """The one way out: leave every list, free the blocks (a failed one's are not cached)."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
-        else:
+        elif not self._forks.drop_held(sequence):
             self._waiting.remove(sequence)
+        heir = self._forks.finished(sequence)
+        if heir is not None:
+            self._wait([heir])
         del self._live[sequence.seq_id]
         self.kv.free(sequence, cache=reason is not FinishReason.ERROR, finished=True)
         self.kv.forget(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+
+
+def _is_lossy(sequence: Sequence) -> bool:
+    return sequence.sampling.kv_budget is not None
 
 
 def _arrival(sequence: Sequence) -> int:

@@ -1,5 +1,6 @@
 """Orders to move KV blocks between the device, host memory and disk."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -11,6 +12,15 @@ class BlockCopy:
     group: int
     device_block: int
     host_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """One block, of all layers of a KV group, to another one on the device."""
+
+    group: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +52,11 @@ class DiskResult:
 
 # Carried out in the order in which they were given, before the step's forward pass: a block's
 # contents are read before the block goes to somebody else.
-Transfer = BlockCopy | DiskStore | DiskLoad
+Transfer = BlockCopy | DeviceCopy | DiskStore | DiskLoad
+
+
+def only_device_copies(transfers: Sequence[Transfer]) -> list[DeviceCopy]:
+    """The orders of a scheduler without a host tier."""
+    copies = [transfer for transfer in transfers if isinstance(transfer, DeviceCopy)]
+    assert len(copies) == len(transfers)
+    return copies

@@ -139,6 +139,26 @@ class WindowBlocks:
             table.append(self._cached[beside])
         self.pool.incref(table[first:])
 
+    def share(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
+        """Fill the child's empty table with the parent's full blocks of the first tokens, as far
+        as what comes after them needs these."""
+        table = self.table(child)
+        assert not table
+        first = self._first_needed(num_tokens)
+        table += [HOLE] * first
+        table += self.table(parent)[first : num_tokens // self.pool.block_size]
+        self.pool.incref(table[first:])
+
+    def holds(self, sequence: TokenSequence, idx: int) -> bool:
+        """Whether the window has not left this block of the table behind."""
+        return self.table(sequence)[idx] != HOLE
+
+    def can_share(self, parent: TokenSequence, num_tokens: int) -> bool:
+        """Whether the parent holds what a sequence with its first ``num_tokens`` tokens needs."""
+        first = self._first_needed(num_tokens)
+        table = self.table(parent)
+        return first >= len(table) or table[first] != HOLE
+
     def publish(self, sequence: TokenSequence, tree_blocks: Sequence[int]) -> None:
         """Cache the held blocks beside the sequence's tree blocks.
 

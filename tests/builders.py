@@ -8,11 +8,17 @@ from typing import Any
 from shoal.scheduler.block_pool import BlockPool
 from shoal.scheduler.eviction import EvictionPolicy
 from shoal.scheduler.kv_manager import KVCacheManager
-from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput, StepOutput
+from shoal.scheduler.outputs import (
+    SampledToken,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepOutput,
+)
 from shoal.scheduler.prefix_tree import PrefixTree
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.transfers import DeviceCopy, only_device_copies
 from shoal.scheduler.window_blocks import WindowBlocks
 
 EOS = 2
@@ -98,6 +104,8 @@ class FakeKVContents:
 
     def run(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Check that each sequence finds its own prefix in its slots; write what it computes."""
+        for copy in only_device_copies(output.transfers):
+            self._copy(copy, scheduler.kv.block_size)
         for item in output.scheduled:
             for group, table in enumerate(item.sequence.block_tables):
                 windows = scheduler.kv.windows
@@ -119,6 +127,13 @@ class FakeKVContents:
         found = [self._slots.get(slot) for slot in slots[: -item.num_tokens]]
         _check_what_is_left(found, contents, sequence, block_size)
         self._slots.update(new)
+
+    def _copy(self, copy: DeviceCopy, block_size: int) -> None:
+        assert copy.group == 0 or copy.source > 0 < copy.target, "a hole is copied"
+        for offset in range(block_size):
+            found = self._slots.get((copy.group, copy.source * block_size + offset))
+            if found is not None:
+                self._slots[copy.group, copy.target * block_size + offset] = found
 
     def _run_group(
         self,

@@ -34,14 +34,20 @@ def make_kv_cache(layout: KVLayout, scheduler: Scheduler, fill: float = 0.0) -> 
     return kv
 
 
-def generate(loaded, sequences, *, model=None, guard=None, **scheduler_options) -> Texts:
-    """Run to the end. ``model`` stands in for the loaded one."""
+def generate(
+    loaded, sequences, *, model=None, guard=None, forks_of=None, **scheduler_options
+) -> Texts:
+    """Run to the end. ``model`` stands in for the loaded one; ``forks_of`` is the seq_id of the
+    sequence from which all others fork."""
     scheduler = make_scheduler(block_size=BLOCK_SIZE, **scheduler_options)
     kv = make_kv_cache(loaded.config.kv_layout, scheduler)
     runner = ModelRunner(model or loaded.model, kv, CPU, guard)
     failed: dict[int, str] = {}
     for sequence in sequences:
-        scheduler.add(sequence)
+        if forks_of in (None, sequence.seq_id):
+            scheduler.add(sequence)
+        else:
+            scheduler.fork(forks_of, sequence)
     while scheduler.has_unfinished:
         if guard is not None:
             scheduler.limits = guard.before_step()

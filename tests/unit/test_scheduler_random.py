@@ -81,6 +81,15 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def fork(rng: random.Random, scheduler: Scheduler, ledger: Ledger, child: Sequence) -> None:
+    """Let a sequence begin like one of the last, which may be gone, if there is room for that."""
+    parent = ledger.sequences[max(0, len(ledger.sequences) - rng.randint(1, 4))]
+    num_shared = min(rng.choice([parent.num_prompt_tokens, parent.num_tokens]), child.num_tokens)
+    child.token_ids[:num_shared] = parent.token_ids[:num_shared]
+    child.cache_salt = parent.cache_salt
+    scheduler.fork(parent.seq_id, child)
+
+
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_workload(seed: int, eviction: str) -> None:
@@ -101,8 +110,11 @@ def test_random_workload(seed: int, eviction: str) -> None:
                 max_tokens=max_tokens,
                 **rng.choice(KV_OPTIONS),
             )
+            if ledger.sequences and rng.random() < 0.3:
+                fork(rng, scheduler, ledger, sequence)
+            else:
+                scheduler.add(sequence)
             ledger.sequences[sequence.seq_id] = sequence
-            scheduler.add(sequence)
         if ledger.sequences and rng.random() < 0.1:
             seq_id = rng.choice(list(ledger.sequences))
             if scheduler.abort(seq_id):
