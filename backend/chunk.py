@@ -31,9 +31,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one request gained since its last chunk: deltas, except where a comment says otherwise.
+    """What one choice of a request gained since its last chunk: deltas, except where a comment
+    says otherwise.
 
-    Each request gets exactly one chunk with a ``finish_reason``, and it is the last one.
+    Each choice gets exactly one chunk with a ``finish_reason``, and it is its last one; a request
+    gets exactly one final chunk, the very last, which is of the choice that finished last, or says
+    why the whole request ends.
     """
 
     text: str = ""
@@ -44,10 +47,12 @@ class Chunk:
     cached_tokens: int = 0  # of the whole request
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
+    index: int | None = None  # which choice, of a request for several; None: of all
+    is_last: bool = True  # with a finish reason: no other choice goes on
 
     @property
     def final(self) -> bool:
-        return self.finish_reason is not None
+        return self.finish_reason is not None and self.is_last
 
     @property
     def num_new_tokens(self) -> int:
@@ -59,8 +64,20 @@ class Chunk:
         return cls(finish_reason=FinishReason.ERROR, error=error, num_input_tokens=num_input_tokens)
 
 
+def join_by_choice(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """One chunk for each choice, in the order of first mention; or, where the whole request ends at
+    once, the one that says so."""
+    by_index: dict[int | None, list[Chunk]] = {}
+    for chunk in chunks:
+        by_index.setdefault(chunk.index, []).append(chunk)
+    if None in by_index and len(by_index) > 1:
+        return [join_chunks(by_index[None])]
+    return [join_chunks(same) for same in by_index.values()] or [Chunk()]
+
+
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk that says what ``chunks``, in order, said. No chunks make an empty one."""
+    """One chunk that says what ``chunks``, all of one choice and in order, said. No chunks make an
+    empty one."""
     if not chunks:
         return Chunk()
     if len(chunks) == 1:
@@ -75,4 +92,6 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         cached_tokens=max(chunk.cached_tokens for chunk in chunks),
         finish_reason=last.finish_reason,
         error=last.error,
+        index=last.index,
+        is_last=last.is_last,
     )

@@ -5,6 +5,7 @@ Tensor names are those of NVIDIA's vllm_backend where it has one, so that its cl
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ OUTPUTS: dict[str, tuple[str, list[int]]] = {
     "num_output_tokens": ("TYPE_UINT32", [-1]),
     "cached_tokens": ("TYPE_UINT32", [1]),
     "token_ids": ("TYPE_INT64", [-1]),
+    "index": ("TYPE_UINT32", [-1]),
     "error": (_STRING, [-1]),
     "control_output": (_STRING, [-1]),
 }
@@ -120,8 +122,9 @@ class TritonReply:
         self._returns = returns
         self._lock = threading.Lock()
 
-    def send(self, chunk: Chunk) -> None:
-        """Send one response, the last one where the chunk is final."""
+    def send(self, chunk: Chunk, *others: Chunk) -> None:
+        """Send one response, the last one where a chunk is final; ``others`` are of further
+        choices of the same request."""
         if chunk.error is not None and not self._returns.error:
             response = pb_utils.InferenceResponse(
                 output_tensors=[], error=_triton_error(chunk.error)
@@ -130,9 +133,9 @@ class TritonReply:
             response = None  # nobody is there to read an answer
         else:
             response = pb_utils.InferenceResponse(
-                output_tensors=_output_tensors(chunk, self._returns)
+                output_tensors=_output_tensors((chunk, *others), self._returns)
             )
-        self._send(response, chunk.final)
+        self._send(response, any(part.final for part in (chunk, *others)))
 
     def send_control(self, payload: str, final: bool) -> None:
         """Send one answer to a control request."""
@@ -164,24 +167,38 @@ class TritonReply:
                 sender.send(response, flags=flags)
 
 
-def _output_tensors(chunk: Chunk, returns: Returns) -> list[Any]:
-    tensors = [_string_tensor("text_output", chunk.text)]
-    if chunk.error is not None:
-        tensors.append(_string_tensor("error", json.dumps(chunk.error.to_dict())))
-    if chunk.finish_reason is not None and (returns.finish_reason or chunk.error is not None):
-        tensors.append(_string_tensor("finish_reason", chunk.finish_reason.value))
-    if returns.cumulative_logprob and chunk.cumulative_logprob is not None:
-        tensors.append(_tensor("cumulative_logprob", [chunk.cumulative_logprob], np.float32))
-    if returns.logprobs and chunk.logprobs:
-        tensors.append(_string_tensor("logprobs", _logprobs_json(chunk.logprobs)))
+def _output_tensors(chunks: Sequence[Chunk], returns: Returns) -> list[Any]:
+    """An element a chunk in each tensor but ``token_ids``, which has those of all chunks, and what
+    is of the request as a whole."""
+    first = chunks[0]
+    tensors = [_string_tensor("text_output", *(chunk.text for chunk in chunks))]
+    has_choices = first.index is not None
+    if has_choices:
+        tensors.append(_tensor("index", [chunk.index for chunk in chunks], np.uint32))
+    if first.error is not None:
+        tensors.append(_string_tensor("error", json.dumps(first.error.to_dict())))
+    if any(chunk.finish_reason is not None for chunk in chunks) and (
+        returns.finish_reason or first.error is not None
+    ):
+        reasons = (chunk.finish_reason.value if chunk.finish_reason else "" for chunk in chunks)
+        tensors.append(_string_tensor("finish_reason", *reasons))
+    logprobs = [chunk.cumulative_logprob for chunk in chunks]
+    if returns.cumulative_logprob and None not in logprobs:
+        tensors.append(_tensor("cumulative_logprob", logprobs, np.float32))
+    if returns.logprobs and any(chunk.logprobs for chunk in chunks):
+        tensors.append(_string_tensor("logprobs", *(_logprobs_json(c.logprobs) for c in chunks)))
     if returns.num_input_tokens:
-        tensors.append(_tensor("num_input_tokens", [chunk.num_input_tokens], np.uint32))
-    if returns.num_output_tokens:
-        tensors.append(_tensor("num_output_tokens", [chunk.num_new_tokens], np.uint32))
+        num_input_tokens = max(chunk.num_input_tokens for chunk in chunks)
+        tensors.append(_tensor("num_input_tokens", [num_input_tokens], np.uint32))
+    if returns.num_output_tokens or (returns.token_ids and has_choices):  # they part the token ids
+        counts = [chunk.num_new_tokens for chunk in chunks]
+        tensors.append(_tensor("num_output_tokens", counts, np.uint32))
     if returns.cached_tokens:
-        tensors.append(_tensor("cached_tokens", [chunk.cached_tokens], np.uint32))
-    if returns.token_ids and chunk.token_ids:
-        tensors.append(_tensor("token_ids", list(chunk.token_ids), np.int64))
+        cached_tokens = max(chunk.cached_tokens for chunk in chunks)
+        tensors.append(_tensor("cached_tokens", [cached_tokens], np.uint32))
+    token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    if returns.token_ids and token_ids:
+        tensors.append(_tensor("token_ids", token_ids, np.int64))
     return tensors
 
 
@@ -227,10 +244,10 @@ def _tensor(name: str, values: list[Any], dtype: Any) -> Any:
     return pb_utils.Tensor(name, np.array(values, dtype=dtype))
 
 
-def _string_tensor(name: str, text: str) -> Any:
+def _string_tensor(name: str, *texts: str) -> Any:
     # Half of a surrogate pair (a client can send one in JSON) has no UTF-8 form.
-    encoded = text.encode("utf-8", errors="replace")
-    return pb_utils.Tensor(name, np.array([encoded], dtype=np.object_))
+    encoded = [text.encode("utf-8", errors="replace") for text in texts]
+    return pb_utils.Tensor(name, np.array(encoded, dtype=np.object_))
 
 
 def _read_array(request: Any, name: str) -> np.ndarray[Any, Any] | None:

@@ -13,7 +13,7 @@ import zmq
 from shoal.backend.chunk import Chunk
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.intake import PreparedRequest
-from shoal.backend.live_request import LiveRequest
+from shoal.backend.live_request import LiveChoice, LiveRequest
 from shoal.backend.loop_status import LoopStatus
 from shoal.backend.messages import (
     AbortSequence,
@@ -59,7 +59,8 @@ class DispatchLoop:
         self._dispatcher = dispatcher
         self._keeper = keeper
         self._tokenizer = tokenizer
-        self._live: dict[int, LiveRequest] = {}
+        self._live: dict[int, LiveRequest] = {}  # by the seq_id of the first choice
+        self._choices: dict[int, LiveChoice] = {}  # by seq_id, until their request ends
         self._inbox: deque[Order] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -180,7 +181,7 @@ class DispatchLoop:
     def _take_order(self, order: Order) -> None:
         match order:
             case Submitted():
-                self._live[order.seq_id] = LiveRequest(order.sink, order.at)
+                self._live[order.seq_id] = LiveRequest(order.seq_id, order.sink, order.at)
             case Rejected():
                 if order.was_full:
                     self._dispatcher.note_refused()
@@ -188,42 +189,68 @@ class DispatchLoop:
             case Cancelled():
                 self._cancel(order.seq_id)
             case Prepared():
-                self._enqueue(order.seq_id, order.request, order.request_class)
+                self._enqueue(order)
 
-    def _enqueue(self, seq_id: int, request: PreparedRequest, request_class: RequestClass) -> None:
-        live = self._live.get(seq_id)
+    def _enqueue(self, order: Prepared) -> None:
+        live = self._live.get(order.seq_id)
         if live is None:
             return  # cancelled meanwhile
+        request = order.request
         live.num_input_tokens = len(request.prompt_token_ids)
         try:
             self._refuse_without_worker()
             if self._draining:
                 self._dispatcher.drain()
-            shed = self._dispatcher.add(
-                seq_id,
-                request.prompt_token_ids,
-                request.sampling,
-                time.monotonic(),
-                tenant=request_class.tenant,
-                slo_class=request_class.tier.name,
-                timeout_s=request_class.timeout_s,
-                arrival=live.submitted_at,
-                cache_salt=request_class.cache_salt,
-            )
+            for index, seq_id in enumerate((order.seq_id, *order.further_seq_ids)):
+                self._add_choice(live, seq_id, index, request, order.request_class)
+                if order.seq_id not in self._live:
+                    return  # it had to make way for its own next choice
         except RequestError as error:
-            self._fail(seq_id, error)
+            self._fail(order.seq_id, error)
             return
-        self._deliver(shed)
         self._prompt_tokens += live.num_input_tokens
-        live.processor = OutputProcessor(self._tokenizer, request.sampling)
-        live.wants_logprobs = request.sampling.logprobs is not None
-        self._emit(
-            live,
-            Chunk(
-                text=request.prompt_text if request.echo_input else "",
-                num_input_tokens=live.num_input_tokens,
-            ),
+        for choice in live.choices:
+            self._emit(
+                live,
+                Chunk(
+                    text=request.prompt_text if request.echo_input else "",
+                    num_input_tokens=live.num_input_tokens,
+                    index=choice.index,
+                ),
+            )
+
+    def _add_choice(
+        self,
+        live: LiveRequest,
+        seq_id: int,
+        index: int,
+        request: PreparedRequest,
+        request_class: RequestClass,
+    ) -> None:
+        """Queue one choice of a request. Raises RequestError as the dispatcher does."""
+        sampling = request.sampling.for_choice(index)
+        shed = self._dispatcher.add(
+            seq_id,
+            request.prompt_token_ids,
+            sampling,
+            time.monotonic(),
+            tenant=request_class.tenant,
+            slo_class=request_class.tier.name,
+            timeout_s=request_class.timeout_s,
+            arrival=live.submitted_at,
+            cache_salt=request_class.cache_salt,
+            fork_of=live.seq_id if index else None,
         )
+        choice = LiveChoice(
+            live,
+            seq_id,
+            OutputProcessor(self._tokenizer, sampling),
+            index if request.sampling.n > 1 else None,
+            sampling.logprobs is not None,
+        )
+        live.choices.append(choice)
+        self._choices[seq_id] = choice
+        self._deliver(shed)
 
     def _refuse_without_worker(self) -> None:
         if self._keeper.failed_starts >= MAX_FAILED_STARTS:
@@ -231,7 +258,6 @@ class DispatchLoop:
 
     def _cancel(self, seq_id: int) -> None:
         if seq_id in self._live:
-            self._drop(seq_id)
             self._finish(seq_id, Chunk(finish_reason=FinishReason.CANCELLED))
 
     def _drop(self, seq_id: int) -> None:
@@ -251,6 +277,7 @@ class DispatchLoop:
                             sequence.cache_salt,
                             sequence.urgency,
                             sequence.tpot_s,
+                            sequence.fork_of,
                         )
                     )
                 case Abort(seq_id=seq_id):
@@ -310,7 +337,6 @@ class DispatchLoop:
             self._deliver(self._dispatcher.worker_dead(event.worker_id, now))
         if self._keeper.failed_starts >= MAX_FAILED_STARTS:
             for seq_id in list(self._live):
-                self._drop(seq_id)
                 self._fail(seq_id, _no_worker())
 
     def _take_status(self, worker_id: int, status: WorkerStatus) -> None:
@@ -325,27 +351,30 @@ class DispatchLoop:
                 self._deliver_one(delivery)
             except Exception:
                 log.exception("the output of one request could not be processed")
-                self._drop(delivery.seq_id)
-                self._fail(delivery.seq_id, internal_error())
+                choice = self._choices.get(delivery.seq_id)
+                if choice is not None:
+                    self._fail(choice.request.seq_id, internal_error())
 
     def _deliver_one(self, delivery: Delivery) -> None:
-        live = self._live.get(delivery.seq_id)
-        if live is None or live.processor is None:
+        choice = self._choices.get(delivery.seq_id)
+        if choice is None:
             return
-        live.cached_tokens = max(live.cached_tokens, delivery.num_cached_tokens)
+        live = choice.request
+        if not choice.index:  # the others read what it computed
+            live.cached_tokens = max(live.cached_tokens, delivery.num_cached_tokens)
         if delivery.finish_reason is FinishReason.ERROR:
             error = delivery.error or internal_error()
             level = logging.ERROR if error.status >= 500 else logging.INFO
-            log.log(level, "request %d failed: %s", delivery.seq_id, error)
-            self._fail(delivery.seq_id, error)
+            log.log(level, "request %d failed: %s", live.seq_id, error)
+            self._fail(live.seq_id, error)
             return
-        delta = live.processor.push(delivery.token, delivery.finish_reason)
+        delta = choice.processor.push(delivery.token, delivery.finish_reason)
         if delta.stop_hit and delivery.finish_reason is None:
             self._drop(delivery.seq_id)
-        chunk = live.chunk(delivery.token, delta)
+        chunk = choice.chunk(delivery.token, delta)
         self._generation_tokens += chunk.num_new_tokens
         if chunk.final:
-            self._finish(delivery.seq_id, chunk)
+            self._finish(live.seq_id, chunk)
         else:
             self._emit(live, chunk)
 
@@ -355,8 +384,11 @@ class DispatchLoop:
             self._finish(seq_id, Chunk.of_error(error, live.num_input_tokens))
 
     def _finish(self, seq_id: int, chunk: Chunk) -> None:
-        """The one place where a request ends: its last chunk, once."""
+        """The one place where a request ends: its last chunk, once, and none of its sequences."""
         live = self._live.pop(seq_id)
+        for choice in live.choices:
+            del self._choices[choice.seq_id]
+            self._drop(choice.seq_id)
         assert chunk.finish_reason is not None
         self._finished[chunk.finish_reason.value] += 1
         self._emit(live, chunk)

@@ -88,7 +88,10 @@ class Engine:
             arrival_step=self._num_steps,
         )
         self._live.add(sequence.seq_id)
-        self._scheduler.add(sequence)
+        if message.fork_of is None:
+            self._scheduler.add(sequence)
+        else:
+            self._scheduler.fork(message.fork_of, sequence)
         if self._step_log:
             self._step_log.added(sequence.seq_id)
 

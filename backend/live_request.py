@@ -1,6 +1,6 @@
 """A request between its submission and its last chunk, and the chunks made of its tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.backend.chunk import Chunk
 from shoal.backend.orders import Sink
@@ -10,24 +10,40 @@ from shoal.scheduler.outputs import SampledToken
 
 @dataclass(slots=True)
 class LiveRequest:
-    """Owned by the dispatch loop."""
+    """Owned by the dispatch loop, under the seq_id of its first choice."""
 
+    seq_id: int
     sink: Sink
     submitted_at: float  # monotonic
-    processor: OutputProcessor | None = None  # None: not prepared yet
+    choices: list["LiveChoice"] = field(default_factory=list)  # empty: not prepared yet
     num_input_tokens: int = 0
     cached_tokens: int = 0
-    wants_logprobs: bool = False
+
+    @property
+    def has_unfinished_choices(self) -> bool:
+        return any(choice.processor.finish_reason is None for choice in self.choices)
+
+
+@dataclass(slots=True)
+class LiveChoice:
+    """One of the answers to a request: one sequence."""
+
+    request: LiveRequest
+    seq_id: int
+    processor: OutputProcessor
+    index: int | None  # None: the only one
+    wants_logprobs: bool
 
     def chunk(self, token: SampledToken | None, delta: TextDelta) -> Chunk:
         """What its client gets for a token and the text that came of it."""
-        assert self.processor is not None
         return Chunk(
             text=delta.text,
             token_ids=() if token is None else (token.token_id,),
             logprobs=delta.logprobs,
             cumulative_logprob=self.processor.cumulative_logprob if self.wants_logprobs else None,
-            num_input_tokens=self.num_input_tokens,
-            cached_tokens=self.cached_tokens,
+            num_input_tokens=self.request.num_input_tokens,
+            cached_tokens=self.request.cached_tokens,
             finish_reason=delta.finish_reason,
+            index=self.index,
+            is_last=not self.request.has_unfinished_choices,
         )

@@ -10,7 +10,11 @@ from shoal.scheduler.sampling_params import SamplingParams
 
 
 class AddSequence(msgspec.Struct, frozen=True, tag=True):
-    """Run this sequence. ``token_ids`` may already hold outputs (replay after a crash)."""
+    """Run this sequence. ``token_ids`` may already hold outputs (replay after a crash).
+
+    ``fork_of`` is the seq_id of one that it begins like; what they share is computed once while
+    that one is there.
+    """
 
     seq_id: int
     token_ids: list[int]
@@ -19,6 +23,7 @@ class AddSequence(msgspec.Struct, frozen=True, tag=True):
     cache_salt: bytes = b""
     urgency: int = 0
     tpot_s: float | None = None
+    fork_of: int | None = None
 
 
 class AbortSequence(msgspec.Struct, frozen=True, tag=True):

@@ -25,6 +25,7 @@ class Prepared:
     seq_id: int
     request: PreparedRequest
     request_class: RequestClass
+    further_seq_ids: tuple[int, ...] = ()  # of its choices but the first, which has the request's
 
 
 @dataclass(frozen=True, slots=True)

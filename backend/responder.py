@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from shoal.backend.chunk import Chunk, join_chunks
+from shoal.backend.chunk import Chunk, join_by_choice
 from shoal.scheduler.errors import RequestError
 
 CANCEL_POLL_S = 0.05
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 class Reply(Protocol):
     """Where the answer of one request goes. A final chunk closes it."""
 
-    def send(self, chunk: Chunk) -> None: ...
+    def send(self, chunk: Chunk, *others: Chunk) -> None:
+        """Send one response; ``others`` are of further choices of the same request."""
 
     def is_cancelled(self) -> bool: ...
 
@@ -134,14 +135,14 @@ class Responder:
                     return
                 opened = self._ready.popleft()
                 opened.queued = False
-                chunk = join_chunks(opened.pending)
+                chunks = join_by_choice(opened.pending)
                 opened.pending = []
-            self._send(opened, chunk)
+            self._send(opened, chunks)
 
-    def _send(self, opened: ResponseStream, chunk: Chunk) -> None:
-        final = chunk.final
+    def _send(self, opened: ResponseStream, chunks: list[Chunk]) -> None:
+        final = any(chunk.final for chunk in chunks)
         try:
-            opened.reply.send(chunk)
+            opened.reply.send(*chunks)
         except Exception:
             # A fault with one client's answer is that client's alone.
             log.exception("a response could not be sent")

@@ -250,7 +250,8 @@ class Service:
         try:
             assert self._intake is not None, "not started"
             prepared = _with_logprobs(raw, self._intake.prepare(raw))
-            loop.post(Prepared(seq_id, prepared, request_class))
+            further = tuple(next(self._seq_ids) for _ in range(1, prepared.sampling.n))
+            loop.post(Prepared(seq_id, prepared, request_class, further))
         except RequestError as error:
             loop.post(Rejected(seq_id, error))
         except Exception:

@@ -26,6 +26,7 @@ class DispatchedSequence:
     cache_salt: bytes = b""  # only sequences of equal salts share cached prefixes
     urgency: int = 0  # see Sequence; set when it is handed over
     tpot_s: float | None = None
+    fork_of: int | None = None  # seq_id of another choice of the same request, sent before it
     num_replays: int = 0  # worker deaths since its last token
     worker_id: int | None = None  # None: queued
     handed_over: float = 0.0  # seconds, when worker_id is set

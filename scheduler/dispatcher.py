@@ -117,13 +117,15 @@ class Dispatcher:
         arrival: float | None = None,
         prefix_hit: float = 0.0,
         cache_salt: bytes = b"",
+        fork_of: int | None = None,
     ) -> list[Delivery]:
         """Queue a sequence; poll next, so that it leaves the queue when a worker has room.
 
         Raises RequestError, and takes nothing, when draining, full, over its tenant's limits, too
         late, or when no worker could ever hold it. Returns the ends of queued sequences of lower
         tiers that had to make way. ``timeout_s`` counts from ``arrival``, which is now unless told
-        otherwise; ``prefix_hit`` is the expected share of cached prompt tokens.
+        otherwise; ``prefix_hit`` is the expected share of cached prompt tokens. ``fork_of`` names a
+        sequence of the same prompt, which a worker then computes once for both.
         """
         assert seq_id not in self._sequences, f"sequence {seq_id} was added twice"
         assert prompt_token_ids, "an empty prompt passed intake"
@@ -157,6 +159,7 @@ class Dispatcher:
             timeout_s,
             cache_salt,
             tpot_s=None if tier.tpot_ms is None else tier.tpot_ms / 1000,
+            fork_of=fork_of,
         )
         self._num_added += 1
         self._sequences[seq_id] = sequence

@@ -1,7 +1,8 @@
 """Sampling parameters of one sequence, validated once at the edge."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
 from typing import Any
 
 from shoal.scheduler.errors import RequestError
@@ -13,6 +14,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS_TOKENS = 1024
+MAX_CHOICES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class SamplingParams:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        _check_int("n", self.n, 1, 1)
+        _check_int("n", self.n, 1, MAX_CHOICES)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("ignore_eos must be true or false.", param="ignore_eos")
         _check_kv(self.kv_policy, self.kv_budget)
@@ -84,6 +86,14 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    def for_choice(self, index: int) -> "SamplingParams":
+        """Of one of the ``n`` choices. The first is what a request for one would get; the seeds of
+        the others follow from its own."""
+        if index == 0 or self.seed is None:
+            return replace(self, n=1)
+        digest = sha256(f"{self.seed}/{index}".encode()).digest()
+        return replace(self, n=1, seed=int.from_bytes(digest[:8]) & MAX_SEED)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SamplingParams":

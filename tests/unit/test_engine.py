@@ -18,9 +18,11 @@ class FakeModelRunner:
     def __init__(self):
         self.broken = set()
         self.num_steps = 0
+        self.num_tokens = 0
 
     def run(self, output):
         self.num_steps += 1
+        self.num_tokens += output.num_tokens
         assert output.num_tokens > 0
         result = RunResult({}, {})
         for item in output.scheduled:
@@ -207,3 +209,23 @@ def test_a_step_log_that_cannot_be_written_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="step_log"):
         StepLog(tmp_path / "file" / "steps.jsonl")
+
+
+def test_choices_of_one_prompt_compute_it_once(runner):
+    engine = make_engine(runner, max_num_batched_tokens=64)
+    prompt = list(range(10, 210))
+    for seq_id in range(4):
+        fork_of = 0 if seq_id else None
+        sampling = make_sampling(max_tokens=3)
+        engine.add(AddSequence(seq_id, prompt, 200, sampling, fork_of=fork_of))
+    outputs = run_all(engine)
+    assert {seq_id: len(token_ids(items)) for seq_id, items in outputs.items()} == dict.fromkeys(
+        range(4), 3
+    )
+    assert runner.num_tokens == 200 + 3 + 4 * 2
+
+
+def test_a_choice_whose_first_is_gone_is_computed_by_itself(runner):
+    engine = make_engine(runner)
+    engine.add(AddSequence(5, list(range(10, 60)), 50, make_sampling(max_tokens=2), fork_of=4))
+    assert len(token_ids(run_all(engine)[5])) == 2

@@ -206,7 +206,7 @@ def test_bad_sampling_json(text: str) -> None:
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"7": 1, "07": 1}),
         ("logit_bias", {str(i): 1 for i in range(1025)}),
-        ("n", 2),
+        ("n", 33),
         ("seed", 2**63),
         ("stop", [1]),
         ("stop", [""]),

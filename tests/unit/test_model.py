@@ -383,3 +383,56 @@ def test_gauges_go_back_and_counters_never() -> None:
     publisher.close()
     assert publisher._metrics["shoal_engine_steps_total"].value() == 5
     assert publisher._metrics["shoal_kv_blocks_free"].value() == 4
+
+
+def choice_parameters(**parameters: Any) -> dict[str, Any]:
+    return {"max_tokens": 3, "n": 2, **parameters}
+
+
+RETURN_ALL = {
+    "return_finish_reason": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+    "return_token_ids": True,
+}
+
+
+def test_choices_without_stream_come_in_one_response(backend: Backend) -> None:
+    (response,) = backend.ask(choice_parameters(), text_input="hello", **RETURN_ALL)
+    text = scripted_text(5, 3)
+    assert response.value("index") == [0, 1]
+    assert response.value("text_output") == ["hello" + text] * 2
+    assert response.value("finish_reason") == ["length", "length"]
+    assert response.value("num_output_tokens") == [3, 3]
+    assert response.value("num_input_tokens") == [5]
+    assert response.value("token_ids") == [ord(letter) for letter in text + text]
+
+
+def test_streamed_choices_say_which_they_are(backend: Backend) -> None:
+    responses = backend.ask(choice_parameters(), text_input="hello", stream=True, **RETURN_ALL)
+    texts, reasons, token_ids = {0: "", 1: ""}, {}, {0: [], 1: []}
+    for response in responses:
+        ids = list(response.value("token_ids") or [])
+        parts = zip(
+            response.value("index"),
+            response.value("text_output"),
+            response.value("num_output_tokens"),
+            response.value("finish_reason") or ["", ""],
+            strict=False,
+        )
+        for index, text, num_tokens, reason in parts:
+            texts[index] += text
+            token_ids[index] += ids[:num_tokens]
+            del ids[:num_tokens]
+            if reason:
+                reasons[index] = reason
+        assert not ids
+    text = scripted_text(5, 3)
+    assert texts == {0: text, 1: text}
+    assert token_ids == {index: [ord(letter) for letter in text] for index in (0, 1)}
+    assert reasons == {0: "length", 1: "length"}
+
+
+def test_a_request_for_one_choice_has_no_index(backend: Backend) -> None:
+    (response,) = backend.ask({"max_tokens": 3, "n": 1}, text_input="hello")
+    assert response.value("index") is None
