@@ -24,6 +24,8 @@ from shoal.kernels.native_heads import (
     PlanHeads,
     check_cache,
 )
+from shoal.kernels.quantized_panels import pack_panels
+from shoal.kernels.quantized_weights import QuantizedWeight, Weight, dense, join
 
 TYPE_IDS = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 32  # columns of a packed panel
@@ -38,8 +40,22 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "shoal_pack": (None, [_Int, _Pointer, _Pointer, _Size, _Size]),
     "shoal_linear": (
         _Int,
-        [_Int, _Int, _Pointer, _Pointer, _Size, _Size, _Int, _Pointer, _Size, _Pointer, _Size],
+        [
+            *[_Int] * 2,
+            *[_Pointer] * 2,
+            *[_Size] * 2,
+            _Int,
+            _Size,
+            _Pointer,
+            _Int,
+            _Pointer,
+            _Size,
+            _Pointer,
+            _Size,
+        ],
     ),
+    "shoal_format_bytes": (_Size, [_Int, _Int, _Size, _Size, _Size]),
+    "shoal_row_bytes": (_Size, [_Int, _Int, _Size, _Size]),
     "shoal_rms_norm": (None, [_Int, _Pointer, _Pointer, _Float, _Size, _Size, _Pointer]),
     "shoal_rotate_and_write": (
         _Int,
@@ -63,15 +79,32 @@ class Epilogue(IntEnum):
     SILU_MUL = 2
 
 
+class PackedFormat(IntEnum):
+    """As in ``native/quantized.h``, which has the layouts."""
+
+    DENSE = 0
+    INT8 = 1
+    INT4 = 2
+    FP8 = 3
+
+    @property
+    def prepares_rows(self) -> bool:
+        """Whether states are brought into another form before the product."""
+        return self in (PackedFormat.INT8, PackedFormat.INT4)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
     """A weight [out_features, in_features] in the kernels' order, made by ``pack_linear``."""
 
-    weight: torch.Tensor  # flat, in the model's dtype
+    weight: torch.Tensor  # flat, in the model's dtype; bytes where it is quantised
     bias: torch.Tensor | None  # float32, one for each column of the panels
     out_features: int
     in_features: int
     dtype: torch.dtype
+    format: PackedFormat = PackedFormat.DENSE
+    group_size: int = 0
+    columns: torch.Tensor | None = None  # int64 [in_features]: which feature each column takes
 
 
 def load_native(directory: Path, notify: Notify | None = None) -> "NativeLibrary":
@@ -140,29 +173,51 @@ class NativeLibrary:
         """Whether this CPU multiplies bfloat16 itself, which makes it the faster type."""
         return "bf16" in self.instructions
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        """Copy ``weight`` [out_features, in_features] into panels."""
-        rows, columns = weight.shape
-        type_id = TYPE_IDS[weight.dtype]
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> PackedLinear:
+        """Copy ``weight`` [out_features, in_features] into panels, packed as it is where the
+        kernels know its format."""
+        if isinstance(weight, QuantizedWeight) and (panels := pack_panels(weight)) is not None:
+            return PackedLinear(
+                panels.values,
+                _wide(bias),
+                *weight.shape,
+                weight.dtype,
+                PackedFormat[panels.format],
+                panels.group_size,
+                panels.columns,
+            )
+        source = dense(weight).contiguous()
+        rows, columns = source.shape
+        type_id = TYPE_IDS[source.dtype]
         packed = torch.empty(
-            self.functions.shoal_packed_elements(type_id, rows, columns), dtype=weight.dtype
+            self.functions.shoal_packed_elements(type_id, rows, columns), dtype=source.dtype
         )
-        source = weight.contiguous()
         self.functions.shoal_pack(type_id, pointer(source), pointer(packed), rows, columns)
-        return PackedLinear(packed, _wide(bias), rows, columns, weight.dtype)
+        return PackedLinear(packed, _wide(bias), rows, columns, source.dtype)
 
     def pack_gated(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: torch.Tensor | None = None,
         up_bias: torch.Tensor | None = None,
     ) -> PackedLinear:
-        """Pack two weights of one shape for the epilogue SILU_MUL: 16 rows of each in turn."""
+        """Pack two weights of one shape for a gated epilogue: 16 rows of each in turn."""
         bias = None
         if gate_bias is not None and up_bias is not None:
             bias = _interleave(gate_bias, up_bias)
-        return self.pack_linear(_interleave(gate, up), bias)
+        both = join([gate, up])
+        if isinstance(both, QuantizedWeight):
+            return self.pack_linear(both.take(_interleaved_rows(gate.shape[0])), bias)
+        return self.pack_linear(_interleave(dense(gate), dense(up)), bias)
+
+    def row_bytes(self, packed: PackedLinear) -> int:
+        """Bytes of a row of states as the product reads it."""
+        return int(
+            self.functions.shoal_row_bytes(
+                TYPE_IDS[packed.dtype], packed.format, packed.in_features, packed.group_size
+            )
+        )
 
     def linear(
         self,
@@ -190,6 +245,9 @@ class NativeLibrary:
                 pointer(packed.bias),
                 packed.out_features,
                 packed.in_features,
+                packed.format,
+                packed.group_size,
+                pointer(packed.columns),
                 epilogue,
                 pointer(states, packed.dtype),
                 num_tokens,
@@ -328,6 +386,14 @@ def _wide(bias: torch.Tensor | None) -> torch.Tensor | None:
         return None
     padding = -len(bias) % PANEL
     return torch.nn.functional.pad(bias.float(), (0, padding)).contiguous()
+
+
+def _interleaved_rows(num_rows: int) -> torch.Tensor:
+    """Which rows of gate and up, joined, come after each other: 16 of gate, 16 of up, and so on.
+    Rows that fill up the last 16 are copies whose products nobody stores."""
+    half = PANEL // 2
+    rows = torch.arange(-(-num_rows // half) * half).clamp(max=num_rows - 1).view(-1, 1, half)
+    return torch.cat([rows, rows + num_rows], dim=1).flatten()
 
 
 def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ class OpKind(IntEnum):
     LOGITS = 5
     ROTATE_AND_WRITE = 6
     ATTENTION = 7
+    PREPARE = 20
 
 
 class _Op(ctypes.Structure):
@@ -46,7 +47,9 @@ class _Op(ctypes.Structure):
         ("scalar", ctypes.c_float),
         ("packed", ctypes.c_int32),
         ("heads", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("group", ctypes.c_int64),
+        ("columns", ctypes.c_void_p),
     ]
 
 
@@ -116,6 +119,7 @@ class PlanBuilder:
         self._ops: list[_Op] = []
         self._buffers: list[_Buffer] = []
         self._weights: list[torch.Tensor] = []  # kept alive for the plan
+        self._prepared: dict[int, int] = {}  # buffers for prepared rows, by their bytes
 
     def buffer(self, width: int, dtype: torch.dtype | None = MODEL_TYPE) -> int:
         """A new buffer of rows of ``width`` elements."""
@@ -124,9 +128,11 @@ class PlanBuilder:
 
     def embed(self, weight: torch.Tensor | PackedLinear, out: int) -> None:
         """Rows of an embedding; a packed one is shared with the output projection."""
-        packed = isinstance(weight, PackedLinear)
-        tensor = weight.weight if isinstance(weight, PackedLinear) else weight
-        self._add(OpKind.EMBED, out=out, weight=self._keep(tensor), packed=packed)
+        if isinstance(weight, PackedLinear):
+            fields = self._weight_fields(weight)
+            self._add(OpKind.EMBED, out=out, packed=True, **fields)
+        else:
+            self._add(OpKind.EMBED, out=out, weight=self._keep(weight))
 
     def rotary_angles(self, inv_freq: torch.Tensor, out: int, factor: float = 1.0) -> None:
         """Cosines and sines of the tokens' positions: rows of 2 * len(inv_freq) float32."""
@@ -196,15 +202,31 @@ class PlanBuilder:
             self._library, self._dtype, self._ops, self._buffers, self._heads, self._weights
         )
 
-    def _linear(self, kind: OpKind, packed: PackedLinear, **fields: Any) -> None:
-        self._add(
-            kind,
-            weight=self._keep(packed.weight),
-            bias=None if packed.bias is None else self._keep(packed.bias),
-            n=packed.out_features,
-            k=packed.in_features,
-            **fields,
-        )
+    def _linear(self, kind: OpKind, packed: PackedLinear, in_: int, **fields: Any) -> None:
+        if packed.format.prepares_rows:
+            in_ = self._prepare(in_, packed, only_samples=kind is OpKind.LOGITS)
+        bias = None if packed.bias is None else self._keep(packed.bias)
+        self._add(kind, in_=in_, bias=bias, **self._weight_fields(packed), **fields)
+
+    def _prepare(self, states: int, packed: PackedLinear, only_samples: bool) -> int:
+        """States in the form in which a product reads them; returns their buffer."""
+        width = self._library.row_bytes(packed)
+        if width not in self._prepared:  # one lasts until the product that follows it
+            self._prepared[width] = self.buffer(width, torch.uint8)
+        out = self._prepared[width]
+        fields = self._weight_fields(packed)
+        self._add(OpKind.PREPARE, in_=states, out=out, packed=only_samples, **fields)
+        return out
+
+    def _weight_fields(self, packed: PackedLinear) -> dict[str, Any]:
+        return {
+            "weight": self._keep(packed.weight),
+            "n": packed.out_features,
+            "k": packed.in_features,
+            "format": packed.format,
+            "group": packed.group_size,
+            "columns": None if packed.columns is None else self._keep(packed.columns),
+        }
 
     def _keep_norm(self, weight: torch.Tensor | None) -> torch.Tensor | None:
         if weight is None:

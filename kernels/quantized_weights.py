@@ -220,7 +220,8 @@ def quantize_tokens(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = states.float()
     highest = wide.abs().amax(-1, keepdim=True)
     scales = torch.where(highest.isfinite(), highest / 127.0, torch.nan)
-    inverse = torch.where(highest > 0, 127.0 / highest, 0.0)
+    # One rounding: torch would multiply a number over a tensor by the reciprocal.
+    inverse = torch.where(highest > 0, torch.full_like(highest, 127.0) / highest, 0.0)
     steps = (wide * inverse).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127)
     return steps.to(torch.int8), scales
 

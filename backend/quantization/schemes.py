@@ -47,11 +47,10 @@ def quantize_int4(
 ) -> Int4Weight:
     """Each group of ``group_size`` input features with the scale and zero point that leave the
     least squared error among some ranges at and below its own."""
-    scale_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
 
     def chunk(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         groups, present = _grouped(rows, group_size)
-        scales, zeros = _best_grid(groups, present, scale_dtype)
+        scales, zeros = _best_grid(groups, present)
         steps = _int4_steps(groups, scales.float(), zeros)
         values = steps.flatten(1)[:, : rows.shape[1]].to(torch.uint8)
         return pack_int4(values), scales, zeros.to(torch.uint8)
@@ -90,16 +89,14 @@ def _grouped(rows: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.T
     return torch.nn.functional.pad(rows, (0, padding)).view(shape), present.view(shape)
 
 
-def _best_grid(
-    groups: torch.Tensor, present: torch.Tensor, scale_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales in ``scale_dtype`` and zero points (float, whole), both [n, num_groups]."""
+def _best_grid(groups: torch.Tensor, present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales in bfloat16 and zero points (float, whole), both [n, num_groups]."""
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
     best = torch.full_like(low, torch.inf)
-    best_scales = torch.ones_like(low, dtype=scale_dtype)
+    best_scales = torch.ones_like(low, dtype=torch.bfloat16)
     best_zeros = torch.zeros_like(low)
     for shrink in _SHRINKS:
-        scales = _nonzero((high - low) * (shrink / 15.0)).to(scale_dtype)
+        scales = _nonzero((high - low) * (shrink / 15.0)).to(torch.bfloat16)
         zeros = (-low * shrink / scales.float()).round().clamp(0, 15)
         steps = _int4_steps(groups, scales.float(), zeros)
         restored = (steps - zeros[..., None]) * scales.float()[..., None]

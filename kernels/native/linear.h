@@ -1,8 +1,8 @@
 // Products with packed weights, and what is done to each tile before it leaves the registers.
 #pragma once
 
+#include "quantized.h"
 #include "team.h"
-#include "tile.h"
 
 namespace shoal {
 
@@ -17,6 +17,9 @@ struct Linear {
   const float* bias;   // [n], in the order of the panels' columns, or null
   int64_t n;           // columns that the panels hold: with kSiluMul twice those of the output
   int64_t k;
+  Format format = Format::kDense;
+  int64_t group = 0;                 // int4: columns that share a scale
+  const int64_t* columns = nullptr;  // int4: the feature of each column, or null for their order
 };
 
 template <class T>
@@ -62,24 +65,26 @@ inline void store_sum(const float* row, const float* bias, float* out, int64_t c
   }
 }
 
-// a [num_rows, k] of T. out: float [num_rows, n], with kSiluMul T [num_rows, n / 2 (out_width)].
+// a [num_rows] rows of row_bytes(): states of T, or prepared ones. out: float [num_rows, n], with kSiluMul T [num_rows, n / 2 (out_width)].
 template <class T>
 void linear(Team& team, int64_t operation, int num_threads, const Linear& op, Epilogue epilogue,
-            const T* a, int64_t num_rows, void* out, int64_t out_width) {
+            const char* a, int64_t num_rows, void* out, int64_t out_width) {
   constexpr int64_t block_rows = 16 * kTileRows;  // whose states stay in the second-level cache
   const int64_t num_panels = (op.n + kPanel - 1) / kPanel;
   const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
   const int64_t grain = std::max<int64_t>(1, num_panels * num_blocks / (num_threads * 12));
+  const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
+  const int64_t weight_stride = panel_bytes<T>(op.format, op.k, op.group);
   team.share(operation, num_panels * num_blocks, grain, [&](int64_t task) {
     const int64_t panel = task % num_panels, block = task / num_panels;
     const int64_t first = num_rows * block / num_blocks;
     const int64_t count = num_rows * (block + 1) / num_blocks - first;
-    const T* weight = static_cast<const T*>(op.weight) + panel * panel_elements<T>(op.k);
+    const char* weight = static_cast<const char*>(op.weight) + panel * weight_stride;
     const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
     alignas(64) float sums[kTileRows * kPanel];
     for_tiles(count, [&](int64_t begin, int rows) {
       begin += first;
-      tile<T>(rows, a + begin * op.k, op.k, weight, op.k, sums, kPanel, false);
+      format_tile<T>(op.format, rows, a + begin * a_stride, a_stride, weight, op.k, op.group, sums);
       for (int row = 0; row < rows; row++) {
         const int64_t to = (begin + row) * out_width;
         if (epilogue == Epilogue::kSiluMul) {

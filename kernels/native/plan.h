@@ -17,6 +17,7 @@ enum class OpKind : int32_t {
   kLogits = 5,          // in (T, sampled rows) -> the step's logits
   kRotateAndWrite = 6,  // in (float), in2: angles or -1 -> out (T) and the cache of `layer`
   kAttention = 7,       // in (T) and the cache of `layer` -> out (T)
+  kPrepare = 20,        // in (T) -> out (bytes): rows as a product of `format` reads them
 };
 
 // Mirrored by shoal.kernels.native_plan: keep the two in step.
@@ -27,9 +28,11 @@ struct PlanOp {
   const float* bias;
   int64_t n, k;
   float scalar;    // RMS norm: epsilon; angles: factor
-  int32_t packed;  // embedding: the weight is packed
+  int32_t packed;  // embedding: the weight is packed; prepare: the sampled rows alone are there
   int32_t heads;   // number of the PlanHeads, for the rotation and attention
-  int32_t reserved;
+  int32_t format;  // of the weight: enum Format
+  int64_t group;   // int4: columns that share a scale
+  const int64_t* columns;
 };
 
 // The heads of one kind of layer, and what happens to them.
@@ -156,6 +159,10 @@ class Plan : public PlanBase {
             step.value_scales ? step.value_scales[layer] : nullptr};
   }
 
+  static Linear product(const PlanOp& op) {
+    return {op.weight, op.bias, op.n, op.k, Format(op.format), op.group, op.columns};
+  }
+
   template <class Element>
   Element* row(int32_t buffer, int64_t index) {
     return reinterpret_cast<Element*>(buffers_[buffer].data()) + index * shapes_[buffer].width;
@@ -171,8 +178,8 @@ class Plan : public PlanBase {
     switch (OpKind(op.kind)) {
       case OpKind::kEmbed:
         each_row(step.num_tokens, [&](int64_t i) {
-          embed(static_cast<const T*>(op.weight), op.packed, step.input_ids[i],
-                shapes_[op.out].width, row<float>(op.out, i));
+          embed<T>(op.weight, op.packed, Format(op.format), op.group, step.input_ids[i],
+                   shapes_[op.out].width, row<float>(op.out, i));
         });
         break;
       case OpKind::kRotaryAngles:
@@ -192,13 +199,19 @@ class Plan : public PlanBase {
         break;
       }
       case OpKind::kLinear:
-        linear(team, turn, num_threads, Linear{op.weight, op.bias, op.n, op.k},
-               Epilogue(op.epilogue), row<T>(op.in, 0), step.num_tokens, row<char>(op.out, 0),
-               shapes_[op.out].width);
+        linear<T>(team, turn, num_threads, product(op), Epilogue(op.epilogue),
+                  row<char>(op.in, 0), step.num_tokens, row<char>(op.out, 0),
+                  shapes_[op.out].width);
         break;
       case OpKind::kLogits:
-        linear(team, turn, num_threads, Linear{op.weight, op.bias, op.n, op.k},
-               Epilogue::kStore, row<T>(op.in, 0), step.num_samples, step.logits, op.n);
+        linear<T>(team, turn, num_threads, product(op), Epilogue::kStore, row<char>(op.in, 0),
+                  step.num_samples, step.logits, op.n);
+        break;
+      case OpKind::kPrepare:
+        each_row(op.packed ? step.num_samples : step.num_tokens, [&](int64_t i) {
+          prepare_row<T>(Format(op.format), row<T>(op.in, i), op.columns, op.k, op.group,
+                         row<char>(op.out, i));
+        });
         break;
       case OpKind::kRotateAndWrite: {
         const PlanHeads& heads = heads_[op.heads];

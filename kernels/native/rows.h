@@ -10,16 +10,16 @@ namespace shoal {
 
 // Row `token` of an embedding [vocab, width]; packed: it is also the output projection's weight.
 template <class T>
-void embed(const T* weight, bool packed, int64_t token, int64_t width, float* out) {
+void embed(const void* weight, bool packed, Format format, int64_t group, int64_t token,
+           int64_t width, float* out) {
   if (!packed) {
-    for (int64_t i = 0; i < width; i++) out[i] = to_float(weight[token * width + i]);
+    const T* row = static_cast<const T*>(weight) + token * width;
+    for (int64_t i = 0; i < width; i++) out[i] = to_float(row[i]);
     return;
   }
-  constexpr int64_t group = 4 / sizeof(T);
-  const T* panel = weight + token / kPanel * panel_elements<T>(width);
-  const int64_t column = token % kPanel;
-  for (int64_t i = 0; i < width; i++)
-    out[i] = to_float(panel[(i / group * kPanel + column) * group + i % group]);
+  const char* panel = static_cast<const char*>(weight) +
+                      token / kPanel * panel_bytes<T>(format, width, group);
+  read_column<T>(format, panel, token % kPanel, width, group, out);
 }
 
 // Without a weight (null) the result is only normalised.

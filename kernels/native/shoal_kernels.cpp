@@ -62,15 +62,43 @@ void shoal_pack(int type, const void* source, void* target, int64_t n, int64_t k
   });
 }
 
+// Bytes of a weight [n, k] of a format of quantized.h.
+int64_t shoal_format_bytes(int type, int format, int64_t n, int64_t k, int64_t group) {
+  int64_t out = 0;
+  with_type(type, [&](auto t) {
+    out = (n + kPanel - 1) / kPanel * panel_bytes<decltype(t)>(Format(format), k, group);
+  });
+  return out;
+}
+
+// Bytes of a row of states as a product of that format reads it.
+int64_t shoal_row_bytes(int type, int format, int64_t k, int64_t group) {
+  int64_t out = 0;
+  with_type(type, [&](auto t) { out = row_bytes<decltype(t)>(Format(format), k, group); });
+  return out;
+}
+
 int shoal_linear(int type, int num_threads, const void* weight, const float* bias, int64_t n,
-                 int64_t k, int epilogue, const void* states, int64_t num_rows, void* out,
-                 int64_t out_width) {
+                 int64_t k, int format, int64_t group, const int64_t* columns, int epilogue,
+                 const void* states, int64_t num_rows, void* out, int64_t out_width) {
   return guarded([&] {
     Team team(1);
+    const Linear op{weight, bias, n, k, Format(format), group, columns};
     with_type(type, [&](auto t) {
+      using T = decltype(t);
+      const char* rows = static_cast<const char*>(states);
+      const int64_t stride = row_bytes<T>(op.format, k, group);
+      std::vector<char> prepared;
+      if (op.format == Format::kInt8 || op.format == Format::kInt4) {
+        prepared.resize(num_rows * stride);
+        for (int64_t i = 0; i < num_rows; i++)
+          prepare_row(op.format, static_cast<const T*>(states) + i * k, columns, k, group,
+                      prepared.data() + i * stride);
+        rows = prepared.data();
+      }
 #pragma omp parallel num_threads(num_threads)
-      linear(team, 0, omp_get_num_threads(), Linear{weight, bias, n, k}, Epilogue(epilogue),
-             static_cast<const decltype(t)*>(states), num_rows, out, out_width);
+      linear<T>(team, 0, omp_get_num_threads(), op, Epilogue(epilogue), rows, num_rows, out,
+                out_width);
     });
   });
 }
