@@ -12,7 +12,7 @@ from shoal.backend.models.native_step import StepBuilder
 from shoal.kernels.native_heads import AttentionHeads
 from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear
 from shoal.kernels.native_plan import NativePlan, PlanBuilder
-from shoal.kernels.quantized_weights import dense, join
+from shoal.kernels.quantized_weights import QuantizedWeight, Weight, join
 
 
 def missing_ops(config: ServedConfig) -> str | None:
@@ -70,7 +70,7 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     plan = PlanBuilder(library, model.dtype)
     embedding, lm_head, norm = model.take_ends()
     (rotary,) = make_rotaries(config, torch.device("cpu")).values()
-    packed_head = library.pack_linear(dense(lm_head))
+    packed_head = library.pack_linear(lm_head)
     tied = embedding is lm_head
     del lm_head
     hidden = plan.buffer(config.hidden_size, torch.float32)
@@ -83,7 +83,7 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     attended = plan.buffer(query_width)
     gated = plan.buffer(config.intermediate_size)
 
-    plan.embed(packed_head if tied else dense(embedding), out=hidden)
+    plan.embed(packed_head if tied else _pack_embedding(library, embedding), out=hidden)
     del embedding
     plan.rotary_angles(rotary.inv_freq, out=angles)
     for idx, layer in enumerate(model.take_layers()):
@@ -98,8 +98,7 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
         plan.attention(query, idx, heads, out=attended)
         plan.linear(attended, _pack(library, attention.o_proj), hidden, Epilogue.ADD)
         plan.rms_norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, out=normed)
-        gate, up = dense(mlp.gate.weight), dense(mlp.up.weight)
-        gate_up = library.pack_gated(gate, up, mlp.gate.bias, mlp.up.bias)
+        gate_up = library.pack_gated(mlp.gate.weight, mlp.up.weight, mlp.gate.bias, mlp.up.bias)
         plan.linear(normed, gate_up, gated, Epilogue.SILU_MUL)
         plan.linear(gated, _pack(library, mlp.down), hidden, Epilogue.ADD)
     plan.select_norm(hidden, norm.weight, norm.eps, out=normed)
@@ -107,13 +106,18 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     return plan.build()
 
 
+def _pack_embedding(library: NativeLibrary, weight: Weight) -> torch.Tensor | PackedLinear:
+    """Dense rows stay as they are; those of a quantised weight are read from its panels."""
+    return library.pack_linear(weight) if isinstance(weight, QuantizedWeight) else weight
+
+
 def _pack(library: NativeLibrary, linear: Linear) -> PackedLinear:
-    return library.pack_linear(dense(linear.weight), linear.bias)
+    return library.pack_linear(linear.weight, linear.bias)
 
 
 def _pack_qkv(library: NativeLibrary, layer: DecoderLayer) -> PackedLinear:
     """Queries, keys and values as one product."""
     parts = (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
     biases = [part.bias for part in parts if part.bias is not None]
-    weight = dense(join([part.weight for part in parts]))
+    weight = join([part.weight for part in parts])
     return library.pack_linear(weight, torch.cat(biases) if biases else None)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 INT4_BUDGET = 0.32  # of the bytes that the model takes in 16 bits
 _BITS = {"none": 16.0, "int8": 8.0, "fp8": 8.0, "int4": 4.25}
+# Products by the ends of their names: w1, w2 and w3 are Mixtral's experts. A router is none.
+_PRODUCTS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 _ENDS = ("lm_head.weight", "embed_tokens.weight")
 
 
@@ -35,4 +37,4 @@ def memory_ratio(shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, st
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and (name.endswith("_proj.weight") or name.endswith(_ENDS))
+    return len(shape) == 2 and name.endswith(_PRODUCTS + _ENDS)

@@ -299,6 +299,11 @@ struct Fp8Table {
 #endif
 };
 
+// Not a function's static: those of templates are one for all libraries of a process.
+namespace {
+const Fp8Table fp8_table;
+}
+
 inline Vec fp8_step(const float* states, int64_t left, IntVec weights, Vec acc) {
   const IntVec mask = IntVec{} + int32_t(0xffff0000u);
   acc = multiply_add(splat(states[0]), (Vec)(weights << 16), acc);
@@ -313,13 +318,12 @@ inline Vec fp8_step(const BFloat16* states, int64_t left, IntVec weights, Vec ac
 
 template <class T, int kRows>
 inline void fp8_rows(const char* a, int64_t a_stride, const char* panel, int64_t k, float* out) {
-  static const Fp8Table table;
   Vec sums[kRows][kVecs] = {};
   for (int64_t i = 0; i < k; i += 2) {
     IntVec weights[kVecs];
     const char* source = panel + i * kPanel;
     __builtin_prefetch(source + kPrefetchBytes);
-    table.read(source, weights);
+    fp8_table.read(source, weights);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; row++) {
       const T* states = reinterpret_cast<const T*>(a + row * a_stride) + i;
@@ -387,7 +391,7 @@ template <class T>
 void read_column(Format format, const char* panel, int64_t column, int64_t k, int64_t group,
                  float* out) {
   constexpr int64_t side_by_side = 4 / sizeof(T);
-  const int64_t groups = num_groups(k, group);
+  const int64_t groups = format == Format::kInt4 ? num_groups(k, group) : 0;
   const int32_t* heads = reinterpret_cast<const int32_t*>(panel) + column;
   const float* scales = reinterpret_cast<const float*>(
       panel + round_up(k, format == Format::kInt8 ? 4 : 2) * kPanel) + column;
