@@ -188,6 +188,8 @@ def read_yaml(path: Path, title: str) -> Any:
 def _check_default_sampling(values: Any) -> None:
     if not isinstance(values, dict):
         raise ConfigError("default_sampling must be a mapping of sampling parameters.")
+    if "n" in values:  # clients count the choices that they asked for
+        raise ConfigError("default_sampling must not set n: only a request does.")
     try:
         SamplingParams.from_dict(values)
     except RequestError as error:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from shoal.client.errors import ShoalError, unavailable
@@ -16,27 +17,42 @@ T = TypeVar("T")
 
 
 class _Tally:
-    """Sums up the deltas of one answer."""
+    """Sums up the deltas of one answer: its first choice, and the further ones of a request for
+    several."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
-        self.usage = Usage()
+        self.own_usage = Usage()
         self.finish_reason: str | None = None
+        self.others: dict[int, _Tally] = {}  # by index
 
     def add(self, delta: Delta) -> None:
+        if delta.index:
+            self.others.setdefault(delta.index, _Tally()).add(
+                replace(delta, index=0, num_input_tokens=0, num_cached_tokens=0)
+            )
+            return
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
-        self.usage = Usage(
-            max(self.usage.prompt_tokens, delta.num_input_tokens),
-            self.usage.completion_tokens + delta.num_output_tokens,
-            max(self.usage.cached_tokens, delta.num_cached_tokens),
+        self.own_usage = Usage(
+            max(self.own_usage.prompt_tokens, delta.num_input_tokens),
+            self.own_usage.completion_tokens + delta.num_output_tokens,
+            max(self.own_usage.cached_tokens, delta.num_cached_tokens),
         )
         self.finish_reason = delta.finish_reason or self.finish_reason
 
+    @property
+    def usage(self) -> Usage:
+        """Of all choices."""
+        return sum((other.own_usage for other in self.others.values()), self.own_usage)
+
     def completion(self) -> Completion:
+        others = tuple(self.others[index].completion() for index in sorted(self.others))
         text = "".join(self.texts)
-        return Completion(text, self.finish_reason or "", self.usage, tuple(self.token_ids))
+        return Completion(
+            text, self.finish_reason or "", self.own_usage, tuple(self.token_ids), others
+        )
 
 
 class AsyncDeltaStream:
@@ -93,7 +109,7 @@ class AsyncClient:
 
     A ``prompt`` is text, token ids or chat messages. ``sampling`` are the backend's names:
     max_tokens, temperature, top_p, top_k, min_p, seed, stop, stop_token_ids, min_tokens,
-    ignore_eos, kv_policy, kv_budget. Every failure is a ShoalError.
+    ignore_eos, kv_policy, kv_budget, n. Every failure is a ShoalError.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, model: str | None = None) -> None:

@@ -66,7 +66,8 @@ def encode_sampling(sampling: dict[str, Any]) -> str:
 
 
 def decode_outputs(response: Any) -> dict[str, Any]:
-    """Output tensors of a ModelInferResponse by name: first elements, but all ``token_ids``.
+    """Output tensors of a ModelInferResponse by name: first elements, but all ``token_ids`` and
+    every ``index``.
 
     Reads the raw buffers directly: this runs for every response of every stream.
     """
@@ -77,6 +78,8 @@ def decode_outputs(response: Any) -> dict[str, Any]:
             continue
         if output.name == "token_ids":
             values["token_ids"] = struct.unpack(f"<{len(raw) // 8}q", raw)
+        elif output.name == "index":
+            values["index"] = struct.unpack(f"<{len(raw) // 4}I", raw)
         elif output.datatype == "BYTES":
             size = int.from_bytes(raw[:4], "little")
             values[output.name] = raw[4 : 4 + size].decode("utf-8", "replace")
@@ -95,16 +98,57 @@ SCALARS = {
 }
 
 
-def read_delta(response: Any) -> Delta:
-    """Decode one response. Raises the ShoalError that it carries, if any."""
+def read_deltas(response: Any) -> list[Delta]:
+    """Decode one response: a delta for each choice that it tells of. Raises the ShoalError that it
+    carries, if any."""
     try:
         values = decode_outputs(response)
-    except struct.error as error:
+        if error_json := values.get("error"):
+            raise ShoalError.from_json(error_json)
+        indices = values.pop("index", (0,))
+        if len(indices) == 1:
+            return [_delta(values, indices[0])]
+        parts = _by_choice(response, len(indices), values)
+    except (struct.error, IndexError) as error:
         raise ShoalError(
             "The model server sent a malformed response.", 502, "bad_gateway", detail=str(error)
         ) from None
-    if error_json := values.get("error"):
-        raise ShoalError.from_json(error_json)
+    return [_delta(part, index) for part, index in zip(parts, indices, strict=True)]
+
+
+def _by_choice(response: Any, num_choices: int, first: dict[str, Any]) -> list[dict[str, Any]]:
+    """The outputs of each choice. Tensors of one element are of them all; the token ids are parted
+    by their numbers."""
+    parts = [dict(first) for _ in range(num_choices)]
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        if output.name in ("token_ids", "index"):
+            continue
+        if output.datatype == "BYTES":
+            elements: Sequence[Any] = _strings(raw)
+        else:
+            elements = [values[0] for values in SCALARS[output.datatype].iter_unpack(raw)]
+        for idx, part in enumerate(parts):
+            part[output.name] = elements[idx if len(elements) > 1 else 0]
+    start = 0
+    for part in parts:
+        end = start + part.get("num_output_tokens", 0)
+        part["token_ids"] = first.get("token_ids", ())[start:end]
+        start = end
+    return parts
+
+
+def _strings(raw: bytes) -> list[str]:
+    found = []
+    position = 0
+    while position < len(raw):
+        (size,) = SCALARS["UINT32"].unpack_from(raw, position)
+        position += 4
+        found.append(raw[position : position + size].decode("utf-8", "replace"))
+        position += size
+    return found
+
+
+def _delta(values: dict[str, Any], index: int) -> Delta:
     return Delta(
         text=values.get("text_output", ""),
         token_ids=values.get("token_ids", ()),
@@ -114,6 +158,7 @@ def read_delta(response: Any) -> Delta:
         finish_reason=values.get("finish_reason") or None,
         logprobs=values.get("logprobs") or None,
         cumulative_logprob=values.get("cumulative_logprob"),
+        index=index,
     )
 
 

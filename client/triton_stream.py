@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,12 +33,14 @@ CHANNEL_ARGS = [
 class GenerationStream:
     """The deltas of one request. Close it (or leave its ``async with``) to cancel the request.
 
-    Ends after the delta that has a finish reason; raises ShoalError on any other end.
+    Ends when every choice has had a finish reason; raises ShoalError on any other end.
     """
 
-    def __init__(self, call: Any, model: str) -> None:
+    def __init__(self, call: Any, model: str, num_choices: int = 1) -> None:
         self._call = call
         self._model = model
+        self._num_unfinished = num_choices
+        self._waiting: deque[Delta] = deque()  # of a response that told of several choices
         self._failure: ShoalError | None = None
         self._ended = False
         self._drain_task: asyncio.Task[None] | None = None
@@ -54,15 +57,19 @@ class GenerationStream:
     async def __anext__(self) -> Delta:
         if self._failure is not None:
             raise self._failure
+        if self._waiting:
+            return self._waiting.popleft()
         if self._ended:
             raise StopAsyncIteration
         try:
-            delta = tensors.read_delta(await self._next_response())
+            delta, *others = tensors.read_deltas(await self._next_response())
         except ShoalError as error:
             self._end(error)
             raise
-        if delta.finish_reason is not None:
-            self._finish(delta.finish_reason)
+        self._waiting += others
+        for part in (delta, *others):
+            if part.finish_reason is not None:
+                self._finish(part.finish_reason)
         return delta
 
     async def aclose(self) -> None:
@@ -100,6 +107,9 @@ class GenerationStream:
             self._end(errors.unavailable("The server stopped the request before it was finished."))
             assert self._failure is not None
             raise self._failure
+        self._num_unfinished -= 1
+        if self._num_unfinished > 0:
+            return
         self._ended = True
         self._drain_task = asyncio.create_task(self._drain())
 
@@ -108,6 +118,7 @@ class GenerationStream:
             return
         self._ended = True
         self._failure = error
+        self._waiting.clear()
         self._call.cancel()
 
     async def _drain(self) -> None:
@@ -194,7 +205,8 @@ class TritonStream:
             "request_id": request_id,
             "parameters": dict(parameters) if parameters else None,
         }
-        return GenerationStream(self._start(request, timeout_s), model)
+        num_choices = _num_choices(sampling)
+        return GenerationStream(self._start(request, timeout_s), model, num_choices)
 
     async def heartbeats(
         self, model: str, version: str = "", *, interval_ms: int = 250, count: int = 20
@@ -299,6 +311,12 @@ class TritonStream:
             yield request
 
         return self._client.stream_infer(requests(), stream_timeout=timeout_s)
+
+
+def _num_choices(sampling: Mapping[str, Any] | None) -> int:
+    """What is no number of choices the backend refuses."""
+    wanted = (sampling or {}).get("n")
+    return wanted if isinstance(wanted, int) and wanted > 1 else 1
 
 
 def _prompt_inputs(

@@ -25,10 +25,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One response of a stream: the text and tokens since the last one.
+    """What a choice gained in a stream: the text and tokens since its last delta.
 
     ``num_input_tokens`` and ``num_cached_tokens`` are totals (0 where the server did not tell);
-    ``num_output_tokens`` counts the tokens of this delta. The last delta has a finish reason.
+    ``num_output_tokens`` counts the tokens of this delta. Each choice's last delta has a finish
+    reason. ``index`` tells the choices of one request apart.
     """
 
     text: str = ""
@@ -39,16 +40,22 @@ class Delta:
     finish_reason: str | None = None
     logprobs: str | None = None  # JSON, as the backend wrote it
     cumulative_logprob: float | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished answer. ``finish_reason`` is "stop" or "length"."""
+    """A finished answer. ``finish_reason`` is "stop" or "length".
+
+    Of a request for several choices this is the first one; ``others`` has the further ones, and
+    only the first's ``usage`` counts the prompt.
+    """
 
     text: str
     finish_reason: str
     usage: Usage
     token_ids: tuple[int, ...] = ()
+    others: tuple["Completion", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

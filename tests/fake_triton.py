@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -39,6 +39,9 @@ class Piece:
     error: dict[str, Any] | None = None  # as the `error` tensor
     triton_error: str | None = None  # as tritonserver's own error message
     logprobs: tuple[dict[str, Any], ...] = ()  # one entry a token, as the backend writes them
+    index: int | None = None  # of a request for several choices
+    beside: tuple["Piece", ...] = ()  # of further choices, in the same response
+    is_last: bool = True  # with a finish reason: the request ends
 
 
 @dataclass
@@ -63,8 +66,28 @@ def echo_script(request: Request) -> Iterator[Piece]:
     """As many numbered words as max_tokens says (4 unless given)."""
     sampling = request.sampling
     count = sampling.get("max_completion_tokens", sampling.get("max_tokens", 4))
+    num_choices = sampling.get("n", 1)
+    if num_choices > 1:
+        yield from _echo_choices(count, num_choices)
+        return
     for index in range(count):
         yield Piece(f"w{index} ", finish_reason="length" if index == count - 1 else None)
+
+
+def _echo_choices(count: int, num_choices: int) -> Iterator[Piece]:
+    """Choice i says i words more than the first; what is said at once comes in one response."""
+    for step in range(count + num_choices - 1):
+        pieces = [
+            Piece(
+                f"c{index}w{step} ",
+                finish_reason="length" if step == count + index - 1 else None,
+                index=index,
+                is_last=index == num_choices - 1,
+            )
+            for index in range(num_choices)
+            if step < count + index
+        ]
+        yield replace(pieces[0], beside=tuple(pieces[1:]))
 
 
 @dataclass
@@ -211,7 +234,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         num_input_tokens = _count_tokens(inputs)
         pieces = model.script(request)
         if not inputs.get("stream"):
-            pieces = iter([_join(list(pieces))])
+            pieces = iter([_join_choices(list(pieces))])
         for piece in pieces:
             gone = self._sleep(model, piece.delay_s, cancelled)
             if gone:
@@ -220,7 +243,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             if piece.triton_error is not None:
                 reply.fail(piece.triton_error)
                 return
-            final = piece.finish_reason is not None or piece.error is not None
+            final = piece.error is not None or any(
+                part.finish_reason is not None and part.is_last for part in (piece, *piece.beside)
+            )
             outputs = _piece_outputs(piece, inputs, num_input_tokens, model.num_cached_tokens)
             reply.send(outputs, final and not model.separate_final)
         if model.separate_final:
@@ -307,27 +332,39 @@ def _piece_outputs(
     piece: Piece, inputs: dict[str, Any], num_input_tokens: int, num_cached_tokens: int
 ) -> list[tuple[str, str, list[int], bytes]]:
     asked = {name for name in RETURNS if inputs.get(f"return_{name}")}
-    ids = range(piece.num_tokens)
+    parts = (piece, *piece.beside)
+    ids = [number for part in parts for number in range(part.num_tokens)]
     outputs = {
-        "text_output": _string("text_output", piece.text),
+        "text_output": _string("text_output", *(part.text for part in parts)),
         "num_input_tokens": _uint32("num_input_tokens", num_input_tokens),
-        "num_output_tokens": _uint32("num_output_tokens", piece.num_tokens),
+        "num_output_tokens": _uint32("num_output_tokens", *(part.num_tokens for part in parts)),
         "cached_tokens": _uint32("cached_tokens", num_cached_tokens),
-        "token_ids": (
-            "token_ids",
-            "INT64",
-            [piece.num_tokens],
-            struct.pack(f"<{piece.num_tokens}q", *ids),
-        ),
+        "token_ids": ("token_ids", "INT64", [len(ids)], struct.pack(f"<{len(ids)}q", *ids)),
     }
-    if piece.finish_reason is not None:
-        outputs["finish_reason"] = _string("finish_reason", piece.finish_reason)
+    if piece.index is not None:
+        outputs["index"] = _uint32("index", *(part.index for part in parts))
+        asked.add("index")
+    if any(part.finish_reason is not None for part in parts):
+        reasons = (part.finish_reason or "" for part in parts)
+        outputs["finish_reason"] = _string("finish_reason", *reasons)
     if piece.error is not None:
         outputs["finish_reason"] = _string("finish_reason", "error")
         outputs["error"] = _string("error", json.dumps(piece.error))
     if piece.logprobs:
         outputs["logprobs"] = _string("logprobs", json.dumps(piece.logprobs))
     return [value for name, value in outputs.items() if name == "text_output" or name in asked]
+
+
+def _join_choices(pieces: list[Piece]) -> Piece:
+    parts = [part for piece in pieces for part in (piece, *piece.beside)]
+    indices = sorted({part.index for part in parts if part.index is not None})
+    if not indices:
+        return _join(pieces)
+    joined = [
+        replace(_join([part for part in parts if part.index == index]), index=index)
+        for index in indices
+    ]
+    return replace(joined[0], beside=tuple(joined[1:]))
 
 
 def _join(pieces: list[Piece]) -> Piece:
@@ -344,13 +381,14 @@ def _join(pieces: list[Piece]) -> Piece:
     )
 
 
-def _string(name: str, text: str) -> tuple[str, str, list[int], bytes]:
-    data = text.encode()
-    return name, "BYTES", [1], len(data).to_bytes(4, "little") + data
+def _string(name: str, *texts: str) -> tuple[str, str, list[int], bytes]:
+    data = [text.encode() for text in texts]
+    raw = b"".join(len(item).to_bytes(4, "little") + item for item in data)
+    return name, "BYTES", [len(texts)], raw
 
 
-def _uint32(name: str, value: int) -> tuple[str, str, list[int], bytes]:
-    return name, "UINT32", [1], struct.pack("<I", value)
+def _uint32(name: str, *values: int) -> tuple[str, str, list[int], bytes]:
+    return name, "UINT32", [len(values)], struct.pack(f"<{len(values)}I", *values)
 
 
 def _count_tokens(inputs: dict[str, Any]) -> int:

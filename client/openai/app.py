@@ -60,6 +60,9 @@ class Shim:
     async def completions(self, request: Request) -> Response:
         body = parse_body(CompletionBody, await self._read_json(request))
         prompts = read_prompts(body.prompt, self.settings.max_prompts)
+        if len(prompts) * (body.n or 1) > self.settings.max_choices:
+            most = self.settings.max_choices // len(prompts)
+            raise ShoalError(f"n must be at most {most} for so many prompts.", 400, None, "n")
         return await self._generate(request, body, prompts, wire.completion_wire)
 
     async def list_models(self) -> Response:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.client.openai.logprobs import LogprobReader, TokenLogprob
@@ -25,6 +25,11 @@ class GenerationRequest:
     stream: bool
     request_id: str
     parameters: dict[str, str] = field(default_factory=dict)  # whose it is, how urgent
+
+    @property
+    def num_choices_each(self) -> int:
+        """Of each prompt."""
+        return int(self.sampling.get("n", 1))
 
     @property
     def wants_logprobs(self) -> bool:
@@ -88,7 +93,8 @@ class Generation:
         self._triton = triton
         self._request = request
         self._choices = [
-            ChoiceState(logprobs=[] if request.wants_logprobs else None) for _ in request.prompts
+            ChoiceState(logprobs=[] if request.wants_logprobs else None)
+            for _ in range(len(request.prompts) * request.num_choices_each)
         ]
         self._streams: list[GenerationStream] = []
         self._first: list[Delta] = []
@@ -106,7 +112,12 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return sum((choice.usage for choice in self._choices), Usage())
+        """Of all choices; a prompt counts once."""
+        each = self._request.num_choices_each
+        usages = [choice.usage for choice in self._choices]
+        outputs = sum(usage.completion_tokens for usage in usages)
+        prompts = sum(usages[::each], Usage())
+        return replace(prompts, completion_tokens=outputs)
 
     def choices(self) -> list[ChoiceDelta]:
         return [choice.whole(index) for index, choice in enumerate(self._choices)]
@@ -129,7 +140,8 @@ class Generation:
         """What the choices gain, as it comes. Raises ShoalError when a stream fails."""
         merged = self._single() if len(self._streams) == 1 else self._merged()
         async with contextlib.aclosing(merged):
-            async for index, delta in merged:
+            async for prompt_index, delta in merged:
+                index = prompt_index * self._request.num_choices_each + delta.index
                 logprobs = self._choices[index].add(delta)
                 yield ChoiceDelta(index, delta.text, delta.finish_reason, logprobs)
 

@@ -10,7 +10,6 @@ from shoal.client.errors import ShoalError
 # Fields that change nothing at these values; at any other the request is refused, since dropping
 # them silently would give an answer that was not asked for.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -58,8 +57,10 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "kv_policy",
     "kv_budget",
+    "n",
 )
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 32  # of one prompt
 
 
 class StreamOptions(BaseModel):
@@ -100,6 +101,7 @@ class GenerationBody(BaseModel):
     ignore_eos: bool | None = None
     kv_policy: str | None = None
     kv_budget: int | None = None
+    n: int | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -166,6 +168,8 @@ def parse_body(kind: type[Body], values: Any) -> Body:
     if body.stream_options is not None:
         _check_stream_options(body)
     _check_logprobs(body)
+    if body.n is not None and not 1 <= body.n <= MAX_CHOICES:
+        raise ShoalError(f"n must be in [1, {MAX_CHOICES}].", 400, None, "n")
     return body
 
 
@@ -277,6 +281,7 @@ EXPECTED_TYPES = {
     "top_logprobs": _WHOLE,
     "kv_policy": _TEXT,
     "kv_budget": _WHOLE,
+    "n": _WHOLE,
     "user": _TEXT,
     "safety_identifier": _TEXT,
     "prompt_cache_key": _TEXT,

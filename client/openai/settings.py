@@ -23,6 +23,7 @@ class ShimSettings:
     max_body_bytes: int = 4 * MIB
     max_json_depth: int = 32
     max_prompts: int = 32
+    max_choices: int = 128  # of all prompts of a request together
     max_head_bytes: int = 64 * 1024
     max_headers: int = 100
     log_level: str = "info"

@@ -76,3 +76,8 @@ def test_the_shipped_model_is_sound() -> None:
     assert paths
     for path in paths:
         assert EngineConfig.from_file(path).weights
+
+
+def test_the_number_of_choices_is_a_requests_alone():
+    with pytest.raises(ConfigError, match="must not set n"):
+        EngineConfig(weights="w", default_sampling={"n": 2})

@@ -317,7 +317,8 @@ def test_64_streams_each_finish_once(http: httpx.Client) -> None:
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"n": 0}, "n"),
-        ({"n": 2}, "n"),
+        ({"n": 33}, "n"),
+        ({"n": 1.5}, "n"),
         ({"n": True}, "n"),
         ({"logprobs": 1.5}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -439,7 +440,7 @@ def test_what_structures_the_output_goes_to_the_backend(
 
 def test_neutral_values_are_as_if_absent(http: httpx.Client, model: FakeModel) -> None:
     body = chat(
-        n=1,
+        n=None,
         logprobs=False,
         top_logprobs=None,
         tools=[],
@@ -622,3 +623,79 @@ def test_headers_say_whose_a_request_is(http: httpx.Client, model: FakeModel) ->
     assert http.post(COMPLETIONS, json=completion(), headers=headers).status_code == 200
     said = {k: v for k, v in model.requests[0].parameters.items() if k.startswith("x-")}
     assert said == {"x-shoal-tenant": "acme", "x-shoal-slo-class": "gold"}
+
+
+def choice_text(index: int, count: int) -> str:
+    return "".join(f"c{index}w{step} " for step in range(count))
+
+
+def test_choices_of_a_chat(client: openai.OpenAI, model: FakeModel) -> None:
+    model.num_cached_tokens = 1
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2, n=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in answer.choices]
+    assert texts == [choice_text(index, 2 + index) for index in range(3)]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    (request,) = model.requests
+    assert request.sampling["n"] == 3
+    assert answer.usage is not None
+    prompt_tokens = len(request.inputs["messages"].split())
+    assert answer.usage.prompt_tokens == prompt_tokens
+    assert answer.usage.completion_tokens == 2 + 3 + 4
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_streamed_choices_of_a_chat(client: openai.OpenAI, model: FakeModel) -> None:
+    texts, reasons, usages = ["", "", ""], {}, []
+    with client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=2,
+        n=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        for chunk in stream:
+            usages += [chunk.usage] if chunk.usage else []
+            for choice in chunk.choices:
+                assert choice.index not in reasons, "a choice goes on after its end"
+                texts[choice.index] += choice.delta.content or ""
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+    assert texts == [choice_text(index, 2 + index) for index in range(3)]
+    assert reasons == dict.fromkeys(range(3), "length")
+    assert [usage.completion_tokens for usage in usages] == [9]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_several_prompts(client: openai.OpenAI, model: FakeModel, stream: bool) -> None:
+    texts: dict[int, str] = {}
+    prompts = ["a b", "c"]
+    if stream:
+        with client.completions.create(
+            model=MODEL, prompt=prompts, max_tokens=2, n=2, stream=True
+        ) as chunks:
+            for chunk in chunks:
+                for choice in chunk.choices:
+                    texts[choice.index] = texts.get(choice.index, "") + choice.text
+    else:
+        answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=2, n=2)
+        texts = {choice.index: choice.text for choice in answer.choices}
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == 3
+        assert answer.usage.completion_tokens == 2 * (2 + 3)
+    expected = [choice_text(index, 2 + index) for index in range(2)] * 2
+    assert texts == dict(enumerate(expected))
+
+
+def test_the_choices_of_all_prompts_are_bounded(http: httpx.Client, model: FakeModel) -> None:
+    body = completion(prompt=["a"] * 10, n=13)
+    error = refusal(http.post(COMPLETIONS, json=body), 400, "n")
+    assert "12" in error["message"]
+    assert not model.requests
+
+
+def test_one_choice_asked_for_by_number_is_a_request_for_one(http: httpx.Client) -> None:
+    answer = http.post(CHAT, json=chat(n=1, max_tokens=2)).json()
+    assert answer["choices"][0]["message"]["content"] == "w0 w1 "

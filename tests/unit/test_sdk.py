@@ -110,3 +110,18 @@ async def test_async_client(fake: FakeTriton) -> None:
         async with client.stream("a", max_tokens=2) as stream:
             assert [delta.text async for delta in stream] == ["w0 ", "w1 "]
         assert await client.ready()
+
+
+def test_several_choices(client: Client) -> None:
+    answer = client.generate("a b", max_tokens=2, n=2)
+    assert (answer.text, answer.usage) == ("c0w0 c0w1 ", Usage(2, 2))
+    (other,) = answer.others
+    assert other == Completion("c1w0 c1w1 c1w2 ", "length", Usage(0, 3), (0, 1, 2))
+
+
+def test_streamed_choices_say_which_they_are(client: Client) -> None:
+    with client.stream("a b", max_tokens=2, n=2) as stream:
+        deltas = [(delta.index, delta.text) for delta in stream]
+    assert deltas == [(0, "c0w0 "), (1, "c1w0 "), (0, "c0w1 "), (1, "c1w1 "), (1, "c1w2 ")]
+    assert stream.usage == Usage(2, 5)
+    assert stream.completion().others[0].text == "c1w0 c1w1 c1w2 "
