@@ -165,12 +165,19 @@ class Engine:
             self._mover.remove(self._scheduler.take_disk_results(results))
 
     def _memory_status(self) -> MemoryStatus:
-        if self._guard is None:
-            return MemoryStatus()
+        guard, host = self._guard, self._scheduler.kv.host
+        prefixes = host.prefixes if host else None
         return MemoryStatus(
-            pressure=self._guard.pressure.value,
-            token_budget=self._guard.token_budget,
-            num_failed_allocations=self._guard.num_failed_allocations,
+            pressure=guard.pressure.value if guard else "calm",
+            token_budget=self._scheduler.limits.max_num_tokens,
+            num_failed_allocations=guard.num_failed_allocations if guard else 0,
+            host_blocks_used=host.pool.num_used if host else 0,
+            host_blocks_total=host.pool.num_total if host else 0,
+            disk_blocks=prefixes.num_on_disk if prefixes is not None else 0,
+            num_checkpoints=host.num_checkpoints if host else 0,
+            num_restores=host.num_restores if host else 0,
+            num_demoted_blocks=prefixes.num_demoted if prefixes is not None else 0,
+            num_promoted_blocks=prefixes.num_restored if prefixes is not None else 0,
         )
 
     def _why_refused(self, message: AddSequence) -> str | None:

@@ -15,6 +15,7 @@ from shoal.backend.grammar_matcher import GrammarMatchers
 from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_layout import KVLayout
 from shoal.backend.kv_sizing import KVSize, size_kv_cache
+from shoal.backend.kv_tiers import build_kv_tiers
 from shoal.backend.machine import available_memory, num_usable_cpus
 from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
@@ -31,6 +32,7 @@ from shoal.kernels.native_build import NativeBuildError
 from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.scheduler.block_pool import BlockPool
 from shoal.scheduler.eviction import make_eviction_policy
+from shoal.scheduler.host_tier import HostTier
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import ScheduledSequence, SchedulerOutput
 from shoal.scheduler.prefix_tree import PrefixTree
@@ -61,7 +63,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
     progress("first step", 0, 0)
-    _run_first_step(ModelRunner(model, kv_cache, device), len(size.cache_blocks))
+    probe = ModelRunner(model, kv_cache, device)
+    _run_first_step(probe, len(size.cache_blocks))
+    computed_by = f"{native.instructions if native else 'reference'} {loaded.runner} {dtype}"
+    tiers = build_kv_tiers(config, loaded.config, kv_cache, probe, computed_by)
+    mover = tiers.mover if tiers else None
     memory = make_memory_watch(device, config.memory_ceiling_mib)
     guard = PressureGuard(memory, config.max_num_batched_tokens)
     compiler = GrammarCompiler(
@@ -70,7 +76,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         loaded.config.eos_token_ids,
     )
     grammars = GrammarMatchers(compiler, 2 * config.max_num_seqs)
-    runner = ModelRunner(model, kv_cache, device, guard, grammars=grammars)
+    runner = ModelRunner(model, kv_cache, device, guard, mover, grammars=grammars)
     ready = WorkerReady(
         num_blocks=size.num_blocks,
         block_size=config.block_size,
@@ -83,8 +89,9 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         kernels="native" if native else "reference",
         runner=loaded.runner,
     )
-    scheduler = _make_scheduler(config, size, loaded.config.kv_layout)
-    engine = Engine(scheduler, runner, _limits(ready), step_log, guard)
+    host = tiers.host if tiers else None
+    scheduler = _make_scheduler(config, size, loaded.config.kv_layout, host)
+    engine = Engine(scheduler, runner, _limits(ready), step_log, guard, mover)
     return GrammarGate(engine, compiler), ready
 
 
@@ -190,13 +197,15 @@ def _make_kv_cache(
     return size, PagedKVCache(layout, size.cache_blocks, config.block_size, stored, device)
 
 
-def _make_scheduler(config: EngineConfig, size: KVSize, layout: KVLayout) -> Scheduler:
+def _make_scheduler(
+    config: EngineConfig, size: KVSize, layout: KVLayout, host: HostTier | None
+) -> Scheduler:
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=size.max_model_len,
     )
-    tree = _make_prefix_tree(config, size.num_blocks) if config.prefix_caching else None
+    tree = _make_prefix_tree(config, size.num_blocks, host) if config.prefix_caching else None
     windows = [
         WindowBlocks(BlockPool(num_blocks, config.block_size, first_id=1), window, group)
         for group, (window, num_blocks) in enumerate(
@@ -204,12 +213,13 @@ def _make_scheduler(config: EngineConfig, size: KVSize, layout: KVLayout) -> Sch
         )
     ]
     pool = BlockPool(size.num_blocks, config.block_size)
-    return Scheduler(limits, KVCacheManager(pool, tree, windows))
+    return Scheduler(limits, KVCacheManager(pool, tree, windows, host))
 
 
-def _make_prefix_tree(config: EngineConfig, num_blocks: int) -> PrefixTree:
+def _make_prefix_tree(config: EngineConfig, num_blocks: int, host: HostTier | None) -> PrefixTree:
     policy = make_eviction_policy(config.prefix_eviction, num_blocks)
-    return PrefixTree(config.block_size, policy, time.monotonic)
+    on_demote = host.demote if host else None
+    return PrefixTree(config.block_size, policy, time.monotonic, on_demote)
 
 
 def _limits(ready: WorkerReady) -> EngineLimits:

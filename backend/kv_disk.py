@@ -123,6 +123,10 @@ class KVDisk:
             self._thread.join()
             os.close(self._lock)
 
+    def file_bytes(self, block_size: int) -> int:
+        """Size of a block's file."""
+        return _HEADER.size + 8 * block_size + self._payload_bytes + _CHECKSUM_BYTES
+
     def path(self, digest: bytes) -> Path:
         return self._folder / f"{digest.hex()}.kv"
 

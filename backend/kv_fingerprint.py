@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.backend.kv_layout import KVLayout
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.any_config import ServedConfig
 
 FORMAT = b"1"
 SAMPLE_BYTES = 2**20  # of each end of a weight file
@@ -15,8 +14,7 @@ SAMPLE_BYTES = 2**20  # of each end of a weight file
 
 def kv_fingerprint(
     weights: Path,
-    model: ModelConfig,
-    layout: KVLayout,
+    model: ServedConfig,
     block_size: int,
     dtype: torch.dtype,
     settings: str,
@@ -27,7 +25,7 @@ def kv_fingerprint(
     many gigabytes at each start would cost more than the cache saves. A changed file's time is new.
     """
     digest = sha256(FORMAT)
-    for part in (repr(model), repr(layout), str(block_size), str(dtype), settings):
+    for part in (repr(model), repr(model.kv_layout), str(block_size), str(dtype), settings):
         digest.update(sha256(part.encode()).digest())
     files = [weights] if weights.is_file() else sorted(p for p in weights.iterdir() if p.is_file())
     for path in files:

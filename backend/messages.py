@@ -74,13 +74,21 @@ class MemoryStatus(msgspec.Struct, frozen=True):
     pressure: str = "calm"  # calm, high or critical
     token_budget: int = 0  # of a step; lower than configured while memory is short
     num_failed_allocations: int = 0
+    host_blocks_used: int = 0  # KV blocks in host memory
+    host_blocks_total: int = 0
+    disk_blocks: int = 0
+    num_checkpoints: int = 0  # preempted sequences that were copied to the host
+    num_restores: int = 0  # and back
+    num_demoted_blocks: int = 0  # of cached prefixes, to the host
+    num_promoted_blocks: int = 0  # and back
 
     def with_totals_of(self, before: "MemoryStatus") -> "MemoryStatus":
         """This worker's state, with the totals of those before it added."""
-        return msgspec.structs.replace(
-            self,
-            num_failed_allocations=self.num_failed_allocations + before.num_failed_allocations,
-        )
+        totals = {name: getattr(self, name) + getattr(before, name) for name in _MEMORY_TOTALS}
+        return msgspec.structs.replace(self, **totals)
+
+
+_MEMORY_TOTALS = [name for name in MemoryStatus.__struct_fields__ if name.startswith("num_")]
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True):

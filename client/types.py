@@ -87,6 +87,13 @@ class Heartbeat:
     pressure: str = "calm"  # of the memory that steps need: calm, high or critical
     token_budget: int = 0  # of a step; lower than configured while memory is short
     num_failed_allocations: int = 0
+    host_blocks_used: int = 0  # KV blocks in host memory
+    host_blocks_total: int = 0
+    disk_blocks: int = 0
+    num_checkpoints: int = 0  # preempted sequences that were copied to the host
+    num_restores: int = 0  # and back
+    num_demoted_blocks: int = 0  # of cached prefixes, to the host
+    num_promoted_blocks: int = 0  # and back
     worker_restarts: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 0

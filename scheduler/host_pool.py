@@ -56,7 +56,7 @@ class HostPool:
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
         """Whether a checkpoint of so many blocks by group fits."""
-        spare = self.prefixes.num_evictable if self.prefixes else 0
+        spare = self.prefixes.num_evictable if self.prefixes is not None else 0
         return all(
             count <= pool.num_free + (spare if group == 0 else 0)
             for group, (count, pool) in enumerate(zip(num_blocks, self._pools, strict=True))
@@ -68,7 +68,7 @@ class HostPool:
         host_tables = []
         for pool, table in zip(self._pools, tables, strict=True):
             count = sum(table)
-            if pool is self._pools[0] and self.prefixes and count > pool.num_free:
+            if pool is self._pools[0] and self.prefixes is not None and count > pool.num_free:
                 self.prefixes.evict(count - pool.num_free)
             blocks = pool.allocate(count)
             assert blocks is not None, "a checkpoint without room"

@@ -1,7 +1,7 @@
 """Prefix blocks that left the device: in host memory, then perhaps on disk, until asked for."""
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +16,9 @@ MAX_DISK_WAIT_S = 1.0
 class HostBlocks(Protocol):
     """Where the host blocks come from."""
 
+    @property
+    def num_total(self) -> int: ...
+
     def allocate_prefix_block(self) -> int | None: ...
 
     def free_prefix_block(self, host_block: int) -> None: ...
@@ -23,12 +26,14 @@ class HostBlocks(Protocol):
 
 @dataclass(slots=True, eq=False)
 class HostPrefix:
-    """One block in host memory. While it loads from disk it can be neither read nor evicted."""
+    """One block in host memory. It stays while somebody holds it: the disk that loads it, or a
+    sequence that is to read it."""
 
     digest: bytes
     token_ids: tuple[int, ...]
     host_block: int
-    is_loading: bool = False
+    is_loading: bool = False  # not yet to be read
+    num_holds: int = 0
 
 
 class DiskIndex:
@@ -80,12 +85,19 @@ class HostPrefixes:
         self._emit = emit
         self._entries: OrderedDict[bytes, HostPrefix] = OrderedDict()
         self._num_loading = 0
+        self._num_held = 0
         self._clock = clock
         self._digests: dict[int, list[bytes]] = {}  # by seq_id, while it waits
         self._asked_at: dict[int, float] = {}  # by seq_id: when the disk was asked for it
+        self._held: dict[int, dict[bytes, HostPrefix]] = {}  # by seq_id and digest
+        self._has_all: set[int] = set()  # seq_ids for which nothing more can be ordered
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_on_disk(self) -> int:
+        return 0 if self.disk is None else len(self.disk)
 
     @property
     def num_loading(self) -> int:
@@ -94,7 +106,7 @@ class HostPrefixes:
 
     @property
     def num_evictable(self) -> int:
-        return len(self._entries) - self._num_loading
+        return len(self._entries) - self._num_held
 
     def demote(self, run: EvictedRun) -> None:
         """Copy blocks that the tree gives up. Their last come first: a prefix outlives its end."""
@@ -131,43 +143,48 @@ class HostPrefixes:
     ) -> bool:
         """Whether blocks that follow the path's first ``start`` blocks are on their way from disk.
 
-        The first call orders them; later ones order nothing more, and none waits for a disk that
-        takes more than ``MAX_DISK_WAIT_S``.
+        They are ordered once, as far as the host has room; and none waits for a disk that takes
+        more than ``MAX_DISK_WAIT_S``.
         """
         if self.disk is None or not (len(self.disk) or self._num_loading):
             return False
         now = self._clock()
-        if seq_id not in self._asked_at:
-            self._asked_at[seq_id] = now
-            self.load(seq_id, salt, token_ids, start, max_tokens)
-        if now > self._asked_at[seq_id] + MAX_DISK_WAIT_S:
+        if seq_id not in self._has_all and self.load(seq_id, salt, token_ids, start, max_tokens):
+            self._has_all.add(seq_id)
+        if now > self._asked_at.setdefault(seq_id, now) + MAX_DISK_WAIT_S:
             return False
         return self.is_loading(seq_id, salt, token_ids, start, max_tokens)
 
     def load(
         self, seq_id: int, salt: bytes, token_ids: Sequence[int], start: int, max_tokens: int
-    ) -> None:
+    ) -> bool:
         """Order from disk what follows the path's first ``start`` blocks, those on the host aside.
 
-        They are read while other sequences run; ``is_loading`` says whether to wait for them.
+        They are read while other sequences run; ``is_loading`` says whether to wait for them. All
+        are held until ``forget_sequence``. Returns whether the host had room for them.
         """
         if self.disk is None or not len(self.disk):
-            return
+            return True
         for idx, digest in self._path(seq_id, salt, token_ids, start, max_tokens):
             if digest in self._entries:
-                self._entries.move_to_end(digest)
+                self._hold(seq_id, self._entries[digest])
                 continue
             if digest not in self.disk:
-                return
-            host_block = self._take_block()
+                return True
+            has_room = 2 * self._num_held < self._blocks.num_total  # half is for what moves down
+            host_block = self._take_block() if has_room else None
             if host_block is None:
-                return
+                return False
             self.disk.touch(digest)
             size = self._block_size
             tokens = tuple(token_ids[idx * size : (idx + 1) * size])
-            self._entries[digest] = HostPrefix(digest, tokens, host_block, is_loading=True)
+            entry = HostPrefix(digest, tokens, host_block, is_loading=True, num_holds=1)
+            self._entries[digest] = entry
             self._num_loading += 1
+            self._num_held += 1
+            self._hold(seq_id, entry)
             self._emit(DiskLoad(host_block, digest, tokens))
+        return True
 
     def is_loading(
         self, seq_id: int, salt: bytes, token_ids: Sequence[int], start: int, max_tokens: int
@@ -181,6 +198,11 @@ class HostPrefixes:
                 return entry is not None
         return False
 
+    def hold(self, seq_id: int, found: Sequence[HostPrefix]) -> None:
+        """Keep blocks that were found until ``forget_sequence``."""
+        for entry in found:
+            self._hold(seq_id, entry)
+
     def touch(self, used: Sequence[HostPrefix]) -> None:
         """They went to the device. The first of the path becomes the last to be evicted."""
         self.num_restored += len(used)
@@ -191,6 +213,9 @@ class HostPrefixes:
         """It runs now, or is finished."""
         self._digests.pop(seq_id, None)
         self._asked_at.pop(seq_id, None)
+        self._has_all.discard(seq_id)
+        for entry in self._held.pop(seq_id, {}).values():
+            self._let_go(entry)
 
     def take_result(self, result: DiskResult) -> list[bytes]:
         """A load or a store has ended; returns the digests of files to remove."""
@@ -201,14 +226,16 @@ class HostPrefixes:
         entry = self._entries[result.digest]
         entry.is_loading = False
         self._num_loading -= 1
+        self._let_go(entry)
         if not result.ok:
             self.disk.discard(result.digest)
+            self._forget_holders(entry)
             self._drop(entry)
         return []
 
     def evict(self, num_blocks: int) -> None:
-        """Free at most ``num_blocks``, least recently used first."""
-        evictable = (entry for entry in self._entries.values() if not entry.is_loading)
+        """Free at most ``num_blocks`` that nobody holds, least recently used first."""
+        evictable = (entry for entry in self._entries.values() if not entry.num_holds)
         for entry in list(islice(evictable, num_blocks)):
             if self.disk is not None and entry.digest not in self.disk:
                 self._emit(DiskStore(entry.host_block, entry.digest, entry.token_ids))
@@ -220,6 +247,11 @@ class HostPrefixes:
 
     def check_integrity(self) -> None:
         assert self._num_loading == sum(entry.is_loading for entry in self._entries.values())
+        holds = Counter(digest for held in self._held.values() for digest in held)
+        for entry in self._entries.values():
+            assert entry.num_holds == entry.is_loading + holds.pop(entry.digest, 0)
+        assert not holds, "a block that is held is gone"
+        assert self._num_held == sum(entry.num_holds > 0 for entry in self._entries.values())
         assert all(digest == entry.digest for digest, entry in self._entries.items())
         assert all(len(e.token_ids) == self._block_size for e in self._entries.values())
         assert self.disk is None or len(self.disk) <= self.disk.max_blocks
@@ -230,6 +262,23 @@ class HostPrefixes:
             self.evict(1)
             host_block = self._blocks.allocate_prefix_block()
         return host_block
+
+    def _hold(self, seq_id: int, entry: HostPrefix) -> None:
+        held = self._held.setdefault(seq_id, {})
+        if entry.digest not in held:
+            held[entry.digest] = entry
+            self._num_held += entry.num_holds == 0
+            entry.num_holds += 1
+
+    def _let_go(self, entry: HostPrefix) -> None:
+        entry.num_holds -= 1
+        self._num_held -= entry.num_holds == 0
+
+    def _forget_holders(self, entry: HostPrefix) -> None:
+        """Nobody gets a block that could not be loaded."""
+        for held in self._held.values():
+            if held.pop(entry.digest, None) is not None:
+                self._let_go(entry)
 
     def _drop(self, entry: HostPrefix) -> None:
         del self._entries[entry.digest]

@@ -251,14 +251,16 @@ class KVCacheManager:
     def return_plan(self, sequence: Sequence) -> ReturnPlan:
         """How the sequence, if it lost its blocks now, would best get their contents again.
 
-        What others read of its prefix stays on the device and costs nothing.
+        What others read of its prefix in the tree stays on the device and costs nothing. What a
+        fork shares without a tree stays there too, but not for this sequence.
         """
         shared = self._shared.get(sequence.seq_id)
         num_kept = 0
         if shared is not None and self.prefix_tree is not None:
             num_kept = self.prefix_tree.num_blocks_kept(shared.lock)
         num_tokens = sequence.num_computed_tokens - num_kept * self.block_size
-        lost = (num_tokens, len(sequence.block_table) - num_kept)
+        num_shared = sum(self.pool.ref_count(block) > 1 for block in sequence.block_table)
+        lost = (num_tokens, len(sequence.block_table) - num_kept - num_shared)
         if self.host is None:
             return ReturnPlan(ReturnWay.RECOMPUTE, *lost, None, UNMEASURED.recompute(num_tokens))
         costs = self.host.costs
@@ -395,12 +397,9 @@ class KVCacheManager:
         start = len(sequence.block_table)
         path = (sequence.seq_id, sequence.cache_salt, sequence.token_ids)
         limit = sequence.num_tokens - 1
-        num_blocks = len(prefixes.match(*path, start, limit))
-        self._extend(sequence, num_blocks)
-        # Room on the device may have come from eviction, which moves blocks to the host, and for
-        # them some that were found may be gone. Blocks without contents are just not computed yet.
-        found = prefixes.match(*path, start, limit)[:num_blocks]
-        host.restore_prefix(found, sequence.block_table[start : start + len(found)])
+        found = prefixes.match(*path, start, limit)
+        prefixes.hold(sequence.seq_id, found)  # eviction, for room on the device, wants theirs
+        host.restore_prefix(found, self._extend(sequence, len(found)))
         prefixes.forget_sequence(sequence.seq_id)
         if not found:
             return None

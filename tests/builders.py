@@ -7,6 +7,8 @@ from typing import Any
 
 from shoal.scheduler.block_pool import BlockPool
 from shoal.scheduler.eviction import EvictionPolicy
+from shoal.scheduler.host_prefixes import DiskIndex
+from shoal.scheduler.host_tier import HostTier
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import (
     SampledToken,
@@ -15,10 +17,11 @@ from shoal.scheduler.outputs import (
     StepOutput,
 )
 from shoal.scheduler.prefix_tree import PrefixTree
+from shoal.scheduler.return_cost import ReturnCosts
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import Sequence
-from shoal.scheduler.transfers import DeviceCopy, only_device_copies
+from shoal.scheduler.transfers import DeviceCopy, DiskLoad, DiskResult, DiskStore, Transfer
 from shoal.scheduler.window_blocks import WindowBlocks
 
 EOS = 2
@@ -67,20 +70,39 @@ def make_scheduler(
     max_model_len: int | None = None,
     prefix_eviction: EvictionPolicy | None = None,
     windows: SequenceOf[tuple[int, int]] = (),
+    host_blocks: int = 0,
+    return_costs: tuple[float, float] = (1e-4, 1e-3),
+    disk_blocks: int = 0,
+    disk_digests: SequenceOf[bytes] = (),
 ) -> Scheduler:
     """A scheduler over new pools; by default a sequence may fill the whole pool, and
-    nothing is cached. ``windows``: window and number of blocks of further KV groups."""
+    nothing is cached. ``windows``: window and number of blocks of further KV groups.
+    ``return_costs``: of copying a block once, and of computing a token."""
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len or num_blocks * block_size,
     )
-    tree = PrefixTree(block_size, prefix_eviction) if prefix_eviction else None
+    host = None
+    if host_blocks:
+        num_groups = 1 + len(windows)
+        copy_s = (return_costs[0],) * num_groups
+        host = HostTier(
+            [host_blocks] * num_groups,
+            block_size,
+            ReturnCosts(copy_s, copy_s, return_costs[1]),
+            keeps_prefixes=prefix_eviction is not None and not windows,
+            disk=DiskIndex(disk_blocks, disk_digests) if disk_blocks else None,
+        )
+    on_demote = host.demote if host else None
+    tree = PrefixTree(block_size, prefix_eviction, on_demote=on_demote) if prefix_eviction else None
     window_blocks = [
         WindowBlocks(BlockPool(count, block_size, first_id=1), window, group)
         for group, (window, count) in enumerate(windows, start=1)
     ]
-    return Scheduler(config, KVCacheManager(BlockPool(num_blocks, block_size), tree, window_blocks))
+    return Scheduler(
+        config, KVCacheManager(BlockPool(num_blocks, block_size), tree, window_blocks, host)
+    )
 
 
 @dataclass(frozen=True)
@@ -101,11 +123,52 @@ class FakeKVContents:
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, int], tuple[bytes, int]] = {}  # by group and slot
+        self._host: dict[tuple[int, int], list[tuple[bytes, int] | None]] = {}  # by group and block
+        self._disk: dict[bytes, list[tuple[bytes, int] | None]] = {}
+        self._disk_results: list[DiskResult] = []
+        self.num_copied = 0
+        self.num_loaded = 0
+
+    def take_disk_results(self, count: int | None = None) -> list[DiskResult]:
+        """What a disk would have done meanwhile; with ``count`` only the first so many."""
+        results = self._disk_results[:count]
+        del self._disk_results[:count]
+        return results
+
+    def move(self, transfers: SequenceOf[Transfer], block_size: int) -> None:
+        """Carry out the scheduler's orders, with a disk that works at once and answers later."""
+        for transfer in transfers:
+            if isinstance(transfer, DeviceCopy):
+                self._copy(transfer, block_size)
+                continue
+            if isinstance(transfer, DiskStore):
+                self._disk[transfer.digest] = list(self._host[0, transfer.host_block])
+                self._disk_results.append(DiskResult(transfer.digest, loaded=False, ok=True))
+                continue
+            if isinstance(transfer, DiskLoad):
+                contents = self._disk.get(transfer.digest)
+                if contents is not None:
+                    self._host[0, transfer.host_block] = list(contents)
+                    self.num_loaded += 1
+                result = DiskResult(transfer.digest, loaded=True, ok=contents is not None)
+                self._disk_results.append(result)
+                continue
+            self.num_copied += 1
+            first = transfer.device_block * block_size
+            slots = [(transfer.group, slot) for slot in range(first, first + block_size)]
+            key = (transfer.group, transfer.host_block)
+            if not transfer.to_device:
+                self._host[key] = [self._slots.get(slot) for slot in slots]
+                continue
+            for slot, value in zip(slots, self._host[key], strict=True):
+                if value is not None:
+                    self._slots[slot] = value
+                else:
+                    self._slots.pop(slot, None)
 
     def run(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Check that each sequence finds its own prefix in its slots; write what it computes."""
-        for copy in only_device_copies(output.transfers):
-            self._copy(copy, scheduler.kv.block_size)
+        self.move(output.transfers, scheduler.kv.block_size)
         for item in output.scheduled:
             for group, table in enumerate(item.sequence.block_tables):
                 windows = scheduler.kv.windows

@@ -150,6 +150,7 @@ def test_a_full_host_writes_to_disk_and_reads_on_a_hit():
     assert load == DiskLoad(save.host_block, digest, tuple(path))
     assert prefixes.is_loading(1, SALT, path, 0, SIZE)
     assert match(tier, path) == []
+    tier.prefixes.forget_sequence(1)
     prefixes.load(1, SALT, path, 0, SIZE)
     assert tier.take_transfers() == ()  # it is on its way already
     tier.take_disk_results([DiskResult(digest, loaded=True, ok=True)])

@@ -43,7 +43,7 @@ def check_step(scheduler: Scheduler, step: Step, was_live: bool) -> None:
     scheduled = step.output.scheduled
     assert step.output.num_tokens <= scheduler.config.max_num_batched_tokens
     assert len(scheduled) <= scheduler.config.max_num_seqs
-    assert bool(scheduled) == was_live, "a step without progress"
+    assert bool(scheduled) == was_live or scheduler.is_loading, "a step without progress"
     assert all(item.num_tokens > 0 for item in scheduled)
     assert not {item.sequence.seq_id for item in scheduled} & set(step.output.preempted)
 
@@ -78,6 +78,9 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
         "max_num_seqs": rng.choice([1, 4, 16]),
         "max_num_batched_tokens": budget,
         "windows": windows,
+        "host_blocks": rng.choice([0, 3, num_blocks // 2, 4 * num_blocks]),
+        "return_costs": (rng.choice([1e-5, 2e-3]), 1e-3),  # of a block copied, a token computed
+        "disk_blocks": rng.choice([0, 10, 100]),
     }
 
 
@@ -119,6 +122,7 @@ def test_random_workload(seed: int, eviction: str) -> None:
             seq_id = rng.choice(list(ledger.sequences))
             if scheduler.abort(seq_id):
                 ledger.ended.add(seq_id)
+        scheduler.take_disk_results(contents.take_disk_results(rng.randint(0, 3)))
         was_live = scheduler.has_unfinished
         fails = rng.random() < 0.05 and ledger.sequences
         failed = {rng.choice(list(ledger.sequences)): "broken"} if fails else {}
@@ -126,10 +130,15 @@ def test_random_workload(seed: int, eviction: str) -> None:
         check_step(scheduler, step, was_live)
         ledger.take(step)
     while scheduler.has_unfinished:
+        scheduler.take_disk_results(contents.take_disk_results(1))
         step = run_step(scheduler, contents=contents)
         check_step(scheduler, step, True)
         ledger.take(step)
     assert ledger.ended == set(ledger.sequences)
+    num_sampled = sum(ledger.num_outputs.values())
+    assert (
+        scheduler.num_preemptions <= len(ledger.sequences) + num_sampled // scheduler.kv.block_size
+    )
     assert all(sequence.is_finished for sequence in ledger.sequences.values())
     assert scheduler.free_blocks == scheduler.kv.pool.num_blocks
 
