@@ -77,6 +77,12 @@ class Epilogue(IntEnum):
     STORE = 0
     ADD = 1
     SILU_MUL = 2
+    GELU_MUL = 3
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the weight is of ``pack_gated``."""
+        return self in (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
 
 
 class PackedFormat(IntEnum):
@@ -229,11 +235,11 @@ class NativeLibrary:
     ) -> torch.Tensor:
         """``states`` [num_tokens, in_features] times the weight.
 
-        Returns float32, added to ``out`` with ADD; with SILU_MUL the model's dtype, and
+        Returns float32, added to ``out`` with ADD; when gated the model's dtype, and
         ``out_features`` says how many of gate's (padded) rows count.
         """
         num_tokens = states.shape[0]
-        gated = epilogue is Epilogue.SILU_MUL
+        gated = epilogue.is_gated
         width = (out_features or packed.out_features // 2) if gated else packed.out_features
         if out is None:
             out = torch.empty(num_tokens, width, dtype=packed.dtype if gated else torch.float32)

@@ -29,6 +29,7 @@ class OpKind(IntEnum):
     LOGITS = 5
     ROTATE_AND_WRITE = 6
     ATTENTION = 7
+    ADD_NORM = 8
     PREPARE = 20
 
 
@@ -126,13 +127,13 @@ class PlanBuilder:
         self._buffers.append(_Buffer(width, (dtype or self._dtype).itemsize, 0))
         return len(self._buffers) - 1
 
-    def embed(self, weight: torch.Tensor | PackedLinear, out: int) -> None:
+    def embed(self, weight: torch.Tensor | PackedLinear, out: int, scale: float = 1.0) -> None:
         """Rows of an embedding; a packed one is shared with the output projection."""
         if isinstance(weight, PackedLinear):
             fields = self._weight_fields(weight)
-            self._add(OpKind.EMBED, out=out, packed=True, **fields)
+            self._add(OpKind.EMBED, out=out, packed=True, scalar=scale, **fields)
         else:
-            self._add(OpKind.EMBED, out=out, weight=self._keep(weight))
+            self._add(OpKind.EMBED, out=out, weight=self._keep(weight), scalar=scale)
 
     def rotary_angles(self, inv_freq: torch.Tensor, out: int, factor: float = 1.0) -> None:
         """Cosines and sines of the tokens' positions: rows of 2 * len(inv_freq) float32."""
@@ -147,6 +148,12 @@ class PlanBuilder:
     def rms_norm(self, states: int, weight: torch.Tensor, eps: float, out: int) -> None:
         self._add(
             OpKind.RMS_NORM, in_=states, out=out, weight=self._keep(weight.float()), scalar=eps
+        )
+
+    def add_norm(self, states: int, weight: torch.Tensor, eps: float, out: int) -> None:
+        """Add the RMS norm of float32 ``states``, which it replaces, to ``out``."""
+        self._add(
+            OpKind.ADD_NORM, in_=states, out=out, weight=self._keep(weight.float()), scalar=eps
         )
 
     def select_norm(self, states: int, weight: torch.Tensor, eps: float, out: int) -> None:

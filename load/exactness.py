@@ -31,7 +31,7 @@ MAX_LEN = 64
 # Native kernels and reference must agree on the greedy token where the reference's two best logits
 # are further apart than this share of the logits' standard deviation. Closer ones are a tie as far
 # as bf16 can tell: the reference itself is off by more from fp32.
-GAP_TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.25}
+GAP_TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class DecoderEnds(NamedTuple):
     embed_tokens: Weight  # [vocab_size, hidden_size]
     lm_head: Weight  # [vocab_size, hidden_size]; the same object where weights are tied
     norm: RMSNorm
+    embedding_scale: float  # as rounded to the model's dtype; 1 where there is none
 
 
 class Rotary(NamedTuple):
@@ -95,7 +96,8 @@ class Decoder:
     def take_ends(self) -> DecoderEnds:
         """Give away all but the layers, for another form of this model, so that no weight is held
         twice. ``forward`` cannot run afterwards."""
-        ends = DecoderEnds(self._embed_tokens, self._lm_head, self._norm)
+        scale = 1.0 if self._embedding_scale is None else float(self._embedding_scale)
+        ends = DecoderEnds(self._embed_tokens, self._lm_head, self._norm, scale)
         del self._embed_tokens, self._lm_head, self._norm
         return ends
 

@@ -6,32 +6,22 @@ from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.models.any_config import ServedConfig
 from shoal.backend.models.decoder import Decoder, DecoderLayer, make_rotaries
-from shoal.backend.models.layers import GatedMLP, Linear
-from shoal.backend.models.model_config import ModelConfig
+from shoal.backend.models.layers import GatedMLP, Linear, RMSNorm
+from shoal.backend.models.model_config import ModelConfig, RotaryKind
 from shoal.backend.models.native_step import StepBuilder
-from shoal.kernels.native_heads import AttentionHeads
+from shoal.kernels.native_heads import AttentionHeads, HeadNorms
 from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear
 from shoal.kernels.native_plan import NativePlan, PlanBuilder
 from shoal.kernels.quantized_weights import QuantizedWeight, Weight, join
+
+_GATED_EPILOGUES = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
 
 
 def missing_ops(config: ServedConfig) -> str | None:
     """What a model needs and the native kernels lack; None if they can run it."""
     if not isinstance(config, ModelConfig):
         return f"the layers of {config.family}"
-    kinds = set(config.layers)
-    missing = {
-        "layers of several kinds": len(kinds) > 1,
-        "sliding windows": any(layer.window for layer in kinds),
-        "layers without rotation": any(layer.rope is None for layer in kinds),
-        "scaled rotations": any(layer.rope and layer.rope.attention_factor != 1 for layer in kinds),
-        "experts": config.experts is not None,
-        "QK-norm": config.qk_norm,
-        "norms after attention and MLP": config.sandwich_norms,
-        "scaled embeddings": config.embedding_scale is not None,
-        f"the activation {config.activation}": config.activation != "silu",
-    }
-    return ", ".join(name for name, is_missing in missing.items() if is_missing) or None
+    return "experts" if config.experts is not None else None
 
 
 class NativeDecoder:
@@ -68,47 +58,108 @@ def _check_ids(input_ids: torch.Tensor, config: ModelConfig) -> None:
 def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     config = model.config
     plan = PlanBuilder(library, model.dtype)
-    embedding, lm_head, norm = model.take_ends()
-    (rotary,) = make_rotaries(config, torch.device("cpu")).values()
-    packed_head = library.pack_linear(lm_head)
-    tied = embedding is lm_head
-    del lm_head
+    ends = model.take_ends()
+    packed_head = library.pack_linear(ends.lm_head)
+    tied = ends.embed_tokens is ends.lm_head
+    embedding = packed_head if tied else _pack_embedding(library, ends.embed_tokens)
+    norm, scale = ends.norm, ends.embedding_scale
+    del ends
     hidden = plan.buffer(config.hidden_size, torch.float32)
-    angles = plan.buffer(config.head_dim, torch.float32)
-    normed = plan.buffer(config.hidden_size)
-    query_width = config.num_heads * config.head_dim
-    key_width = config.num_kv_heads * config.head_dim
-    qkv = plan.buffer(query_width + 2 * key_width, torch.float32)
-    query = plan.buffer(query_width)
-    attended = plan.buffer(query_width)
-    gated = plan.buffer(config.intermediate_size)
-
-    plan.embed(packed_head if tied else _pack_embedding(library, embedding), out=hidden)
+    plan.embed(embedding, out=hidden, scale=scale)
     del embedding
-    plan.rotary_angles(rotary.inv_freq, out=angles)
+    layers = _LayerPlanner(plan, library, config, hidden)
     for idx, layer in enumerate(model.take_layers()):
-        attention, mlp = layer.attention, layer.mlp
-        assert isinstance(mlp, GatedMLP)
-        heads = AttentionHeads(
-            config.num_heads, config.num_kv_heads, config.head_dim, attention.scale
-        )
-        plan.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps, out=normed)
-        plan.linear(normed, _pack_qkv(library, layer), out=qkv)
-        plan.rotate_and_write(qkv, angles, idx, heads, out=query)
-        plan.attention(query, idx, heads, out=attended)
-        plan.linear(attended, _pack(library, attention.o_proj), hidden, Epilogue.ADD)
-        plan.rms_norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, out=normed)
-        gate_up = library.pack_gated(mlp.gate.weight, mlp.up.weight, mlp.gate.bias, mlp.up.bias)
-        plan.linear(normed, gate_up, gated, Epilogue.SILU_MUL)
-        plan.linear(gated, _pack(library, mlp.down), hidden, Epilogue.ADD)
-    plan.select_norm(hidden, norm.weight, norm.eps, out=normed)
-    plan.logits(normed, packed_head)
+        layers.add(idx, layer)
+    plan.select_norm(hidden, norm.weight, norm.eps, out=layers.normed)
+    plan.logits(layers.normed, packed_head)
     return plan.build()
 
 
 def _pack_embedding(library: NativeLibrary, weight: Weight) -> torch.Tensor | PackedLinear:
     """Dense rows stay as they are; those of a quantised weight are read from its panels."""
     return library.pack_linear(weight) if isinstance(weight, QuantizedWeight) else weight
+
+
+class _LayerPlanner:
+    """Lays out layers one after another; they share their buffers, as wide as the widest needs."""
+
+    def __init__(
+        self, plan: PlanBuilder, library: NativeLibrary, config: ModelConfig, hidden: int
+    ) -> None:
+        self._plan, self._library, self._config, self._hidden = plan, library, config, hidden
+        self.normed = plan.buffer(config.hidden_size)
+        self._gated = plan.buffer(config.intermediate_size)
+        # Where what attention and MLP give is normalised before it is added.
+        self._output = plan.buffer(config.hidden_size, torch.float32)
+        self._angles: dict[RotaryKind, int] = {}
+        for kind, rotary in make_rotaries(config, torch.device("cpu")).items():
+            self._angles[kind] = plan.buffer(2 * len(rotary.inv_freq), torch.float32)
+            plan.rotary_angles(rotary.inv_freq, self._angles[kind], rotary.factor)
+        self._head_buffers: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def add(self, idx: int, layer: DecoderLayer) -> None:
+        """The operations of the layer with this index."""
+        self._plan.rms_norm(
+            self._hidden, layer.input_norm.weight, layer.input_norm.eps, out=self.normed
+        )
+        attended = self._attention(idx, layer)
+        self._add_product(attended, layer.attention.o_proj, layer.attention_output_norm)
+        mlp = layer.mlp
+        assert isinstance(mlp, GatedMLP)
+        self._plan.rms_norm(
+            self._hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, out=self.normed
+        )
+        gate_up = self._library.pack_gated(
+            mlp.gate.weight, mlp.up.weight, mlp.gate.bias, mlp.up.bias
+        )
+        self._plan.linear(self.normed, gate_up, self._gated, _GATED_EPILOGUES[mlp.activation])
+        self._add_product(self._gated, mlp.down, layer.mlp_output_norm)
+
+    def _attention(self, idx: int, layer: DecoderLayer) -> int:
+        """Returns the buffer of what the heads give."""
+        attention, config = layer.attention, layer.config
+        heads = AttentionHeads(
+            self._config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            attention.scale,
+            config.window,
+            attention.softcap,
+        )
+        norms = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms = HeadNorms(
+                attention.q_norm.eps,
+                attention.q_norm.weight.float(),
+                attention.k_norm.weight.float(),
+            )
+        qkv, query, attended = self._buffers_of(heads)
+        self._plan.linear(self.normed, _pack_qkv(self._library, layer), out=qkv)
+        angles = self._angles.get(config.rotary_kind)
+        self._plan.rotate_and_write(qkv, angles, idx, heads, out=query, norms=norms)
+        self._plan.attention(query, idx, heads, out=attended)
+        return attended
+
+    def _add_product(self, states: int, linear: Linear, norm: RMSNorm | None) -> None:
+        """Add a product, normalised if there is a norm, to the hidden states."""
+        packed = _pack(self._library, linear)
+        if norm is None:
+            self._plan.linear(states, packed, self._hidden, Epilogue.ADD)
+        else:
+            self._plan.linear(states, packed, self._output)
+            self._plan.add_norm(self._output, norm.weight, norm.eps, out=self._hidden)
+
+    def _buffers_of(self, heads: AttentionHeads) -> tuple[int, int, int]:
+        """For queries, keys and values; for queries; and for what attention gives."""
+        widths = (heads.query_width, heads.key_width)
+        if widths not in self._head_buffers:
+            qkv_width = heads.query_width + 2 * heads.key_width
+            self._head_buffers[widths] = (
+                self._plan.buffer(qkv_width, torch.float32),
+                self._plan.buffer(heads.query_width),
+                self._plan.buffer(heads.query_width),
+            )
+        return self._head_buffers[widths]
 
 
 def _pack(library: NativeLibrary, linear: Linear) -> PackedLinear:

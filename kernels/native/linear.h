@@ -10,12 +10,13 @@ enum class Epilogue : int32_t {
   kStore = 0,    // out = sum + bias
   kAdd = 1,      // out += sum + bias: the residual connection
   kSiluMul = 2,  // out = silu(gate) * up; a panel holds 16 columns of gate, then the same 16 of up
+  kGeluMul = 3,  // out = gelu(gate) * up, with the tanh form of GELU; the same panels
 };
 
 struct Linear {
   const void* weight;  // packed panels
   const float* bias;   // [n], in the order of the panels' columns, or null
-  int64_t n;           // columns that the panels hold: with kSiluMul twice those of the output
+  int64_t n;           // columns that the panels hold: when gated twice those of the output
   int64_t k;
   Format format = Format::kDense;
   int64_t group = 0;                 // int4: columns that share a scale
@@ -40,12 +41,24 @@ void pack(const T* source, T* target, int64_t n, int64_t k) {
   }
 }
 
+inline bool is_gated(Epilogue epilogue) {
+  return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluMul;
+}
+
 inline Vec silu(Vec x) { return x / (splat(1.0f) + exponential(-x)); }
+
+// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x * sigmoid(2u).
+inline Vec gelu_tanh(Vec x) {
+  const Vec twice_u = x * splat(1.5957691216057308f) *
+                      multiply_add(x * x, splat(0.044715f), splat(1.0f));
+  return x / (splat(1.0f) + exponential(-twice_u));
+}
 
 constexpr int kHalfPanel = kPanel / 2;
 
 template <class T>
-inline void store_silu_mul(const float* row, const float* bias, T* out, int64_t columns) {
+inline void store_gated(Epilogue epilogue, const float* row, const float* bias, T* out,
+                        int64_t columns) {
   float values[kHalfPanel];
   for (int i = 0; i < kHalfPanel; i += kLanes) {
     Vec gate = load(row + i), up = load(row + kHalfPanel + i);
@@ -53,7 +66,8 @@ inline void store_silu_mul(const float* row, const float* bias, T* out, int64_t 
       gate += load(bias + i);
       up += load(bias + kHalfPanel + i);
     }
-    store(values + i, silu(gate) * up);
+    const Vec activated = epilogue == Epilogue::kSiluMul ? silu(gate) : gelu_tanh(gate);
+    store(values + i, activated * up);
   }
   for (int64_t i = 0; i < columns; i++) assign(out[i], values[i]);
 }
@@ -65,7 +79,8 @@ inline void store_sum(const float* row, const float* bias, float* out, int64_t c
   }
 }
 
-// a [num_rows] rows of row_bytes(): states of T, or prepared ones. out: float [num_rows, n], with kSiluMul T [num_rows, n / 2 (out_width)].
+// a [num_rows] rows of row_bytes(): states of T, or prepared ones. out: float [num_rows, n], when
+// gated T [num_rows, n / 2 (out_width)].
 template <class T>
 void linear(Team& team, int64_t operation, int num_threads, const Linear& op, Epilogue epilogue,
             const char* a, int64_t num_rows, void* out, int64_t out_width) {
@@ -87,10 +102,10 @@ void linear(Team& team, int64_t operation, int num_threads, const Linear& op, Ep
       format_tile<T>(op.format, rows, a + begin * a_stride, a_stride, weight, op.k, op.group, sums);
       for (int row = 0; row < rows; row++) {
         const int64_t to = (begin + row) * out_width;
-        if (epilogue == Epilogue::kSiluMul) {
+        if (is_gated(epilogue)) {
           const int64_t column = panel * kHalfPanel;
-          store_silu_mul(sums + row * kPanel, bias, static_cast<T*>(out) + to + column,
-                         std::min<int64_t>(kHalfPanel, out_width - column));
+          store_gated(epilogue, sums + row * kPanel, bias, static_cast<T*>(out) + to + column,
+                      std::min<int64_t>(kHalfPanel, out_width - column));
         } else {
           const int64_t column = panel * kPanel;
           store_sum(sums + row * kPanel, bias, static_cast<float*>(out) + to + column,

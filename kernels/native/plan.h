@@ -13,10 +13,11 @@ enum class OpKind : int32_t {
   kRotaryAngles = 1,    // positions -> out (float); weight: inverse frequencies [k]; scalar: factor
   kRmsNorm = 2,         // in (float) -> out (T); weight: float [width]
   kSelectNorm = 3,      // the same, of the sampled rows only
-  kLinear = 4,          // in (T) -> out (float, or T with kSiluMul)
+  kLinear = 4,          // in (T) -> out (float, or T when gated)
   kLogits = 5,          // in (T, sampled rows) -> the step's logits
   kRotateAndWrite = 6,  // in (float), in2: angles or -1 -> out (T) and the cache of `layer`
   kAttention = 7,       // in (T) and the cache of `layer` -> out (T)
+  kAddNorm = 8,         // RMS norm of in (float), in place, is added to out (float); weight as above
   kPrepare = 20,        // in (T) -> out (bytes): rows as a product of `format` reads them
 };
 
@@ -27,7 +28,7 @@ struct PlanOp {
   const void* weight;
   const float* bias;
   int64_t n, k;
-  float scalar;    // RMS norm: epsilon; angles: factor
+  float scalar;    // RMS norm: epsilon; angles, embedding: factor
   int32_t packed;  // embedding: the weight is packed; prepare: the sampled rows alone are there
   int32_t heads;   // number of the PlanHeads, for the rotation and attention
   int32_t format;  // of the weight: enum Format
@@ -180,6 +181,10 @@ class Plan : public PlanBase {
         each_row(step.num_tokens, [&](int64_t i) {
           embed<T>(op.weight, op.packed, Format(op.format), op.group, step.input_ids[i],
                    shapes_[op.out].width, row<float>(op.out, i));
+          if (op.scalar != 1.0f) {
+            float* out = row<float>(op.out, i);
+            for (int64_t j = 0; j < shapes_[op.out].width; j++) out[j] *= op.scalar;
+          }
         });
         break;
       case OpKind::kRotaryAngles:
@@ -198,6 +203,15 @@ class Plan : public PlanBase {
         });
         break;
       }
+      case OpKind::kAddNorm:
+        each_row(step.num_tokens, [&](int64_t i) {
+          float* in = row<float>(op.in, i);
+          float* out = row<float>(op.out, i);
+          const int64_t width = shapes_[op.in].width;
+          rms_norm(in, static_cast<const float*>(op.weight), op.scalar, width, in);
+          for (int64_t j = 0; j < width; j++) out[j] += in[j];
+        });
+        break;
       case OpKind::kLinear:
         linear<T>(team, turn, num_threads, product(op), Epilogue(op.epilogue),
                   row<char>(op.in, 0), step.num_tokens, row<char>(op.out, 0),
