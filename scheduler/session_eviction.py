@@ -133,5 +133,6 @@ def make_session_eviction(kv_policy: str, kv_budget: int, block_size: int) -> Se
         policy = SinkPolicy(num_sinks)
     else:
         assert kv_policy == H2O
-        policy = HeavyHitterPolicy(num_sinks, num_recent_blocks=num_blocks * 3 // 4 - num_sinks)
+        num_others = max(2 * num_dropped, num_blocks // 4)  # half of them at most go at once
+        policy = HeavyHitterPolicy(num_sinks, num_blocks - num_sinks - num_others)
     return SessionEviction(policy, num_blocks, num_dropped, block_size)

@@ -117,17 +117,17 @@ def test_a_replay_goes_on_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("kv_policy", LOSSY)
-def test_preemption_changes_no_token(make_engine: Any, kv_policy: str) -> None:
+def test_preemption_after_evictions_changes_no_token(make_engine: Any, kv_policy: str) -> None:
     options = {"kv_policy": kv_policy, "kv_budget": BUDGET}
-    prompts = [LONG[seq_id : seq_id + 40] for seq_id in range(4)]
-    expected = [alone(make_engine(), prompt, **options) for prompt in prompts]
-    # Each starts with 11 blocks and ends with 16.
-    engine = make_engine(num_kv_blocks=50, max_model_len=200)
-    for seq_id, prompt in enumerate(prompts):
-        add(engine, seq_id, prompt, **options)
-    tokens = run(engine)
-    assert engine.status.num_preemptions > 0
-    assert [tokens[seq_id] for seq_id in range(4)] == expected
+    expected = alone(make_engine(), LONG, **options)
+    engine = make_engine(num_kv_blocks=48, max_model_len=192)
+    add(engine, 0, LONG[:50], max_tokens=141)  # of 48 blocks it wants more than the other leaves
+    add(engine, 1, LONG, **options)
+    tokens: list[int] = []
+    while not engine.status.num_preemptions:
+        tokens += [output.token.token_id for output in engine.step() if output.seq_id == 1]
+    assert len(LONG) + len(tokens) > 2 * BUDGET
+    assert tokens + run(engine)[1] == expected
 
 
 @pytest.mark.parametrize("kv_policy", LOSSY)
