@@ -419,6 +419,7 @@ class DispatchLoop:
             worker_restarts=self._keeper.num_restarts,
             max_model_len=ready.max_model_len if ready else 0,
             max_num_seqs=ready.max_num_seqs if ready else 0,
+            parity=ready.parity if ready else None,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             finished=dict(self._finished),

@@ -47,6 +47,7 @@ class EngineConfig:
     device: str = "auto"
     kernels: str = "auto"
     runner: str = "auto"
+    self_test: int = 0  # prompts that are compared with transformers at start-up; 0: none
     quantization: str = "none"
     max_model_len: int | None = None  # None: the model's own context, or what the KV pool holds
     block_size: int = 16
@@ -98,6 +99,7 @@ class EngineConfig:
         if self.step_log is not None and not isinstance(self.step_log, str):
             raise ConfigError("step_log must be a file name.")
         _check_range("max_model_len", self.max_model_len, 16, 2**24, optional=True)
+        _check_range("self_test", self.self_test, 0, 64)
         _check_range("block_size", self.block_size, 1, 256)
         _check_range("kv_cache_mib", self.kv_cache_mib, 1, 2**24)
         _check_range("num_kv_blocks", self.num_kv_blocks, 2, 2**31, optional=True)

@@ -27,6 +27,7 @@ class LoopStatus:
     worker_restarts: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 0
+    parity: ParityReport | None = None  # of the worker's self-test
     prompt_tokens: int = 0
     generation_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason

@@ -47,6 +47,19 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
     total: int = 0
 
 
+class ParityReport(msgspec.Struct, frozen=True):
+    """What the self-test at start-up found; see ``backend.self_test``."""
+
+    ok: bool | None  # None: it could not run
+    num_prompts: int = 0
+    num_tokens: int = 0  # rows of logits compared
+    num_equal: int = 0  # bit for bit
+    num_wrong: int = 0  # greedy tokens that differ although the two best lie apart
+    worst_difference: float = 0.0  # standard deviations of a row of logits
+    tolerance: float = 0.0
+    detail: str = ""
+
+
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded and a first step has run."""
 
@@ -60,6 +73,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     device: str
     kernels: str = "reference"
     runner: str = "custom"
+    parity: ParityReport | None = None  # None: no self-test was asked for
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

@@ -166,6 +166,7 @@ class Service:
             "worker_restarts": status.worker_restarts,
             "max_model_len": status.max_model_len,
             "max_num_seqs": status.max_num_seqs,
+            "self_test": msgspec.to_builtins(status.parity) if status.parity else None,
             "time": time.time(),
         }
 
@@ -184,6 +185,7 @@ class Service:
             prompt_tokens=status.prompt_tokens,
             generation_tokens=status.generation_tokens,
             requests=status.finished,
+            parity_ok=None if status.parity is None else status.parity.ok,
         )
 
     def stop(self, drain_s: float) -> None:
