@@ -20,6 +20,7 @@ from shoal.backend.messages import (
     AddSequence,
     LoadProgress,
     MemoryStatus,
+    ParityReport,
     StepResults,
     WorkerReady,
     WorkerStatus,
@@ -70,6 +71,7 @@ class DispatchLoop:
         self._is_closed = False
         self._progress: Progress | None = None
         self._ready: WorkerReady | None = None
+        self._parity: ParityReport | None = None  # of the first worker, which alone is tested
         self._worker_status: WorkerStatus | None = None
         self._steps_before = 0  # of workers that are gone
         self._preemptions_before = 0
@@ -303,6 +305,7 @@ class DispatchLoop:
     def _worker_up(self, event: WorkerUp) -> None:
         ready = event.ready
         self._ready = ready
+        self._parity = ready.parity or self._parity
         log.info(
             "worker %d is ready: %s on %s, %d KV blocks of %d tokens, context of %d tokens",
             event.worker_id,
@@ -419,7 +422,7 @@ class DispatchLoop:
             worker_restarts=self._keeper.num_restarts,
             max_model_len=ready.max_model_len if ready else 0,
             max_num_seqs=ready.max_num_seqs if ready else 0,
-            parity=ready.parity if ready else None,
+            parity=self._parity,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             finished=dict(self._finished),

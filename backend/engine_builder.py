@@ -25,6 +25,7 @@ from shoal.backend.models.decoder import Decoder
 from shoal.backend.models.native_decoder import NativeDecoder, missing_ops
 from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.runners import ServedModel, load_with_runner
+from shoal.backend.self_test import test_at_start
 from shoal.backend.step_log import StepLog
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.weights.catalogue import kernels_dir, resolve_weights
@@ -77,6 +78,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     )
     grammars = GrammarMatchers(compiler, 2 * config.max_num_seqs)
     runner = ModelRunner(model, kv_cache, device, guard, mover, grammars=grammars)
+    parity = test_at_start(config, model, kv_cache, dtype, native is not None, progress)
     ready = WorkerReady(
         num_blocks=size.num_blocks,
         block_size=config.block_size,
@@ -88,6 +90,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         device=device.type,
         kernels="native" if native else "reference",
         runner=loaded.runner,
+        parity=parity,
     )
     host = tiers.host if tiers else None
     scheduler = _make_scheduler(config, size, loaded.config.kv_layout, host)

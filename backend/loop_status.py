@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from shoal.backend.messages import MemoryStatus
+from shoal.backend.messages import MemoryStatus, ParityReport
 from shoal.backend.worker_keeper import WorkerState
 from shoal.scheduler.drain import DrainEstimate
 

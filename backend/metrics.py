@@ -26,6 +26,7 @@ class ServiceCounts:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     requests: dict[str, int] = field(default_factory=dict)  # by finish reason
+    parity_ok: bool | None = None  # of the self-test; None: not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ _METRICS = (
     ),
 )
 _REQUESTS = "shoal_requests_total"
+_PARITY = "shoal_parity_ok"
 
 
 class MetricsPublisher:
@@ -127,12 +129,22 @@ class MetricsPublisher:
         counts = self._counts()
         for metric in _METRICS:
             self._write(metric.name, metric.read(counts), metric.counter)
+        if counts.parity_ok is not None:
+            self._publish_parity(counts.parity_ok)
         for reason, number in counts.requests.items():
             key = f"{_REQUESTS}.{reason}"
             if key not in self._metrics:
                 labels = {**self._labels, "finish_reason": reason}
                 self._metrics[key] = self._families[_REQUESTS].Metric(labels=labels)
             self._write(key, number, counter=True)
+
+    def _publish_parity(self, ok: bool) -> None:
+        """There is no such metric before a self-test has run: no answer is not a no."""
+        if _PARITY not in self._metrics:
+            text = "Whether the self-test found transformers' results at start-up"
+            self._add_family(_PARITY, text, counter=False)
+            self._metrics[_PARITY] = self._families[_PARITY].Metric(labels=self._labels)
+        self._write(_PARITY, int(ok), counter=False)
 
     def _write(self, key: str, value: int, counter: bool) -> None:
         change = value - self._published.get(key, 0)

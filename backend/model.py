@@ -3,6 +3,7 @@
 Thin on purpose. It decodes requests and hands them on; nothing here waits for a model.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -58,7 +59,7 @@ class TritonPythonModel:
         self._parent_watch = ParentWatch(self._die)
         try:
             _check_instances(args)
-            config = EngineConfig.from_file(_version_dir(args) / "model.yaml")
+            config = _read_config(_version_dir(args) / "model.yaml")
             self._service = Service(config, name, version, self._run_dir)
             self._service.start(_ProgressLog())
         except ConfigError as error:
@@ -161,6 +162,17 @@ def _check_instances(args: dict[str, str]) -> None:
             f"instance_group makes {num_instances} instances; set "
             "`instance_group [{ kind: KIND_MODEL count: 1 }]` in config.pbtxt."
         )
+
+
+def _read_config(path: Path) -> EngineConfig:
+    """The model's settings; ``shoal serve --self-test`` overrides that one of all models."""
+    config = EngineConfig.from_file(path)
+    num_prompts = os.environ.get("SHOAL_SELF_TEST")
+    if num_prompts is None:
+        return config
+    if not num_prompts.isdecimal():
+        raise ConfigError("SHOAL_SELF_TEST must be a number of prompts.")
+    return dataclasses.replace(config, self_test=int(num_prompts))
 
 
 def _make_run_dir() -> Path:

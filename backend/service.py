@@ -75,7 +75,8 @@ class Service:
         self._config = config
         self._model_name = model_name
         self._version = version
-        self._spawn = spawn or (lambda: WorkerProcess(config, run_dir))
+        self._run_dir = run_dir
+        self._spawn = spawn or self._spawn_worker
         self._text = text
         self._seq_ids = itertools.count(1)
         self._pool = ThreadPoolExecutor(NUM_INTAKE_THREADS, thread_name_prefix="shoal-intake")
@@ -194,6 +195,12 @@ class Service:
             self._loop.drain(time.monotonic() + drain_s)
             self._thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _spawn_worker(self) -> WorkerProcess:
+        """The first one tests itself, if that is asked for; who replaces it must be quick."""
+        is_first = self._loop is None or self._loop.ready is None
+        config = self._config if is_first else replace(self._config, self_test=0)
+        return WorkerProcess(config, self._run_dir)
 
     def _running_loop(self) -> DispatchLoop:
         assert self._loop is not None, "not started"

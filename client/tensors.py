@@ -176,4 +176,6 @@ def read_heartbeat(response: Any) -> Heartbeat | None:
         value = payload.get(name)
         if value is not None:
             fields[name] = kind(value)
+    if isinstance(payload.get("self_test"), dict):
+        fields["self_test"] = payload["self_test"]
     return Heartbeat(**fields)

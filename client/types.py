@@ -1,6 +1,8 @@
 """What the SDK gives back: plain typed results."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +100,4 @@ class Heartbeat:
     max_model_len: int = 0
     max_num_seqs: int = 0
     time: float = 0.0  # seconds since the epoch, by the server's clock
+    self_test: Mapping[str, Any] | None = None  # what the start-up test found; None: not asked for

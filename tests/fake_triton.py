@@ -263,6 +263,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                     return
             payload = {"state": model.state, "model": reply.model, "version": "1", "step": index}
             payload |= {"step_age_ms": 1.5, "free_blocks": 64, "max_model_len": 128, "new": 1}
+            payload["self_test"] = {"ok": True, "num_prompts": 4}
             reply.send([_string("control_output", json.dumps(payload))], index == count - 1)
             pause = control.get("interval_ms", 250) / 1000 if index < count - 1 else 0
             if self._sleep(model, pause, cancelled):

@@ -74,6 +74,10 @@ def serve(
     drain_timeout_s: Annotated[
         int | None, typer.Option(help="Seconds that open requests get on shutdown. [30]")
     ] = None,
+    self_test: Annotated[
+        int | None,
+        typer.Option(help="Prompts to compare with transformers at start-up. [as in model.yaml]"),
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning or error. [info]")
     ] = None,
@@ -101,6 +105,7 @@ def serve(
         "cache_dir": cache_dir,
         "run_dir": run_dir,
         "drain_timeout_s": drain_timeout_s,
+        "self_test": self_test,
         "log_level": log_level,
         "log_format": log_format,
         "shim_workers": shim_workers,

@@ -170,6 +170,8 @@ def _server_spec(
     )
     environment = server_environment(runtime, run_dir.path, settings.cache_dir)
     environment["SHOAL_LOG_LEVEL"] = settings.log_level
+    if settings.self_test is not None:
+        environment["SHOAL_SELF_TEST"] = str(settings.self_test)
     # The stub looks for its model.py in the current folder first: start it in an empty one.
     log = run_dir.logs / "tritonserver.log"
     return ProcessSpec("tritonserver", command, environment, log, folder=run_dir.empty)

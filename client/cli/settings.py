@@ -34,6 +34,7 @@ class ServeSettings(BaseModel):
     cache_dir: Path = Field(default_factory=cache_dir)
     run_dir: Path | None = None  # None: one per OpenAI port, see ``resolved_run_dir``
     drain_timeout_s: int = Field(30, ge=0, le=3600)
+    self_test: int | None = Field(None, ge=0, le=64)  # None: as each model's settings have it
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     shim_workers: int = Field(1, ge=1, le=1)

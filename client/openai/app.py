@@ -1,6 +1,7 @@
 """The OpenAI shim as a FastAPI application: HTTP to one cancellable gRPC stream and back."""
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -89,6 +90,15 @@ class Shim:
         body = {"status": status, "ready": [], "models": states}
         return JSONResponse(body, 503, {"retry-after": "1"})
 
+    async def health(self) -> Response:
+        """What the models say of themselves, for people; readiness is ``ready``'s."""
+        models = {}
+        for model in self.served.models:
+            beat = model.monitor.last
+            details = {} if beat is None else dataclasses.asdict(beat)
+            models[model.name] = details | {"state": model.state, "ready": model.is_ready}
+        return JSONResponse({"draining": self.tracker.draining, "models": models})
+
     async def version(self) -> Response:
         return JSONResponse({"version": package_version()})
 
@@ -137,6 +147,7 @@ def create_app(settings: ShimSettings | None = None) -> FastAPI:
     app.add_api_route("/v1/completions", shim.completions, methods=["POST"])
     _add_get(app, "/v1/models", shim.list_models)
     _add_get(app, "/v1/models/{model_id:path}", shim.get_model)
+    _add_get(app, "/health", shim.health)
     _add_get(app, "/health/live", shim.live)
     _add_get(app, "/health/ready", shim.ready)
     _add_get(app, "/version", shim.version)

@@ -371,6 +371,19 @@ def test_a_server_without_metrics_serves_all_the_same(
     backend.model.finalize()
 
 
+def test_parity_is_a_metric_only_after_a_self_test() -> None:
+    counts = metrics.ServiceCounts()
+    publisher = metrics.MetricsPublisher(pb_utils, {}, lambda: counts, interval_s=3600)
+    until(lambda: "shoal_requests_total" in publisher._families)
+    publisher._publish()
+    assert "shoal_parity_ok" not in publisher._families
+    for ok in (False, True):
+        counts = metrics.ServiceCounts(parity_ok=ok)
+        publisher._publish()
+        assert publisher._metrics["shoal_parity_ok"].value() == ok
+    publisher.close()
+
+
 def test_gauges_go_back_and_counters_never() -> None:
     counts = [
         metrics.ServiceCounts(engine_steps=5, kv_blocks_free=9),

@@ -590,6 +590,9 @@ def test_health_and_version(http: httpx.Client) -> None:
     assert http.get("/health/live").json() == {"status": "live"}
     ready = http.get("/health/ready").json()
     assert (ready["ready"], ready["models"]) == ([MODEL], {MODEL: "ready"})
+    health = http.get("/health").json()
+    assert health["models"][MODEL]["max_model_len"] == 128
+    assert health["models"][MODEL]["self_test"] == {"ok": True, "num_prompts": 4}
     assert http.get("/version").json()["version"]
 
 

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from service_runs import (
 )
 
 from shoal.backend import dispatch_loop, service, worker_keeper
-from shoal.backend.engine_config import ConfigError
+from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.intake import RawRequest
 from shoal.backend.messages import AddSequence
 from shoal.scheduler.sequence import FinishReason
@@ -257,6 +258,25 @@ def test_output_that_cannot_be_processed_fails_its_request_alone(
         assert error.status == 500
         assert good.wait().text == scripted_text(5, 9)
         until(lambda: not workers.last.sequences)
+
+
+def test_only_the_first_worker_tests_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    class Spawned:
+        def __init__(self, config: EngineConfig, run_dir: Path) -> None:
+            asked.append(config.self_test)
+
+    monkeypatch.setattr(service, "WorkerProcess", Spawned)
+    served = service.Service(EngineConfig("fake", self_test=3), "fake", "1", tmp_path)
+    served._spawn()
+    served._loop = SimpleNamespace(ready=None)  # type: ignore[assignment]
+    served._spawn()
+    served._loop = SimpleNamespace(ready="a worker was ready")  # type: ignore[assignment]
+    served._spawn()
+    assert asked == [3, 3, 0]
 
 
 def test_a_hung_worker_is_killed_and_replaced(tmp_path: Path) -> None:
