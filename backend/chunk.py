@@ -13,7 +13,7 @@ class Alternative:
 
     token_id: int
     text: str
-    logprob: float
+    logprob: float | None  # None: of a prompt's first token
     rank: int | None  # 1: the most likely; None: not among those asked for
     token_bytes: bytes = b""  # may be a part of a character, which ``text`` cannot show
 
@@ -42,6 +42,7 @@ class Chunk:
     text: str = ""
     token_ids: tuple[int, ...] = ()  # every sampled token, an end-of-text one too
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens of ``text``
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all the prompt's tokens, once
     cumulative_logprob: float | None = None  # of the whole output so far
     num_input_tokens: int = 0  # of the whole request; 0 until it is tokenised
     cached_tokens: int = 0  # of the whole request
@@ -87,6 +88,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        prompt_logprobs=tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs),
         cumulative_logprob=last.cumulative_logprob,
         num_input_tokens=max(chunk.num_input_tokens for chunk in chunks),
         cached_tokens=max(chunk.cached_tokens for chunk in chunks),

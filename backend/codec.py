@@ -44,6 +44,7 @@ OUTPUTS: dict[str, tuple[str, list[int]]] = {
     "finish_reason": (_STRING, [-1]),
     "cumulative_logprob": ("TYPE_FP32", [-1]),
     "logprobs": (_STRING, [-1]),
+    "prompt_logprobs": (_STRING, [-1]),
     "num_input_tokens": ("TYPE_UINT32", [1]),
     "num_output_tokens": ("TYPE_UINT32", [-1]),
     "cached_tokens": ("TYPE_UINT32", [1]),
@@ -187,6 +188,8 @@ def _output_tensors(chunks: Sequence[Chunk], returns: Returns) -> list[Any]:
         tensors.append(_tensor("cumulative_logprob", logprobs, np.float32))
     if returns.logprobs and any(chunk.logprobs for chunk in chunks):
         tensors.append(_string_tensor("logprobs", *(_logprobs_json(c.logprobs) for c in chunks)))
+    if first.prompt_logprobs:  # which the sampling parameters asked for
+        tensors.append(_string_tensor("prompt_logprobs", _logprobs_json(first.prompt_logprobs)))
     if returns.num_input_tokens:
         num_input_tokens = max(chunk.num_input_tokens for chunk in chunks)
         tensors.append(_tensor("num_input_tokens", [num_input_tokens], np.uint32))

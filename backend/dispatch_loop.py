@@ -199,6 +199,8 @@ class DispatchLoop:
             return  # cancelled meanwhile
         request = order.request
         live.num_input_tokens = len(request.prompt_token_ids)
+        if request.sampling.prompt_logprobs is not None:
+            live.scored_token_ids = request.prompt_token_ids
         try:
             self._refuse_without_worker()
             if self._draining:
@@ -374,7 +376,7 @@ class DispatchLoop:
         delta = choice.processor.push(delivery.token, delivery.finish_reason)
         if delta.stop_hit and delivery.finish_reason is None:
             self._drop(delivery.seq_id)
-        chunk = choice.chunk(delivery.token, delta)
+        chunk = choice.chunk(delivery, delta, self._tokenizer)
         self._generation_tokens += chunk.num_new_tokens
         if chunk.final:
             self._finish(live.seq_id, chunk)

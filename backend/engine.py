@@ -27,6 +27,8 @@ class RunResult:
     deferred: set[int] = field(default_factory=set)  # not run: too large for the memory left
     # What each block of the table got, of the sequences whose KV policy goes by it.
     block_mass: dict[int, list[int]] = field(default_factory=dict)
+    # Prompt tokens by position, of the sequences that want theirs scored.
+    scored: dict[int, dict[int, SampledToken]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -123,7 +125,12 @@ class Engine:
         result = self._runner.run(output)
         self._scheduler.pace.note(output.num_tokens, time.monotonic() - start)
         results = self._scheduler.update_from_output(
-            output, result.sampled, result.failed, result.deferred, result.block_mass
+            output,
+            result.sampled,
+            result.failed,
+            result.deferred,
+            result.block_mass,
+            result.scored,
         )
         self._live.difference_update(item.seq_id for item in results if item.finish_reason)
         if self._step_log:

@@ -256,11 +256,6 @@ def _echo_input(raw: RawRequest, source: str) -> bool:
     """As NVIDIA's vllm_backend: text_input without streaming is echoed unless excluded."""
     if raw.exclude_input_in_output is None:
         return source == "text_input" and not raw.stream
-    if raw.stream and not raw.exclude_input_in_output:
-        raise RequestError(
-            "exclude_input_in_output must be true when stream is true.",
-            param="exclude_input_in_output",
-        )
     return not raw.exclude_input_in_output
 
 

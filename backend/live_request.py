@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from shoal.backend.chunk import Chunk
+from shoal.backend.chunk import Chunk, TokenLogprobs
 from shoal.backend.orders import Sink
 from shoal.backend.text.output_processor import OutputProcessor, TextDelta
-from shoal.scheduler.outputs import SampledToken
+from shoal.backend.text.token_logprobs import describe_prompt
+from shoal.backend.text.tokenizer import Tokenizer
+from shoal.scheduler.dispatched import Delivery
 
 
 @dataclass(slots=True)
@@ -17,6 +19,7 @@ class LiveRequest:
     submitted_at: float  # monotonic
     choices: list["LiveChoice"] = field(default_factory=list)  # empty: not prepared yet
     num_input_tokens: int = 0
+    scored_token_ids: list[int] = field(default_factory=list)  # the prompt, where it is scored
     cached_tokens: int = 0
 
     @property
@@ -34,12 +37,14 @@ class LiveChoice:
     index: int | None  # None: the only one
     wants_logprobs: bool
 
-    def chunk(self, token: SampledToken | None, delta: TextDelta) -> Chunk:
-        """What its client gets for a token and the text that came of it."""
+    def chunk(self, delivery: Delivery, delta: TextDelta, tokenizer: Tokenizer) -> Chunk:
+        """What its client gets for news from the worker and the text that came of it."""
+        token = delivery.token
         return Chunk(
             text=delta.text,
             token_ids=() if token is None else (token.token_id,),
             logprobs=delta.logprobs,
+            prompt_logprobs=self._prompt_logprobs(delivery, tokenizer),
             cumulative_logprob=self.processor.cumulative_logprob if self.wants_logprobs else None,
             num_input_tokens=self.request.num_input_tokens,
             cached_tokens=self.request.cached_tokens,
@@ -47,3 +52,13 @@ class LiveChoice:
             index=self.index,
             is_last=not self.request.has_unfinished_choices,
         )
+
+    def _prompt_logprobs(
+        self, delivery: Delivery, tokenizer: Tokenizer
+    ) -> tuple[TokenLogprobs, ...]:
+        """With the first news, and only then."""
+        token_ids = self.request.scored_token_ids
+        if not token_ids:
+            return ()
+        self.request.scored_token_ids = []
+        return describe_prompt(tokenizer, token_ids, delivery.prompt_logprobs)

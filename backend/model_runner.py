@@ -14,8 +14,9 @@ from shoal.backend.grammar_compiler import GrammarError
 from shoal.backend.grammar_matcher import GrammarMatchers
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.kv_mover import KVMover
+from shoal.backend.logits_rows import LogitsRows, ScoredTokens
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
-from shoal.backend.sampler import SampleError, sample
+from shoal.backend.sampler import SampleError, describe_token, sample
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
 from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.transfers import only_device_copies
@@ -95,12 +96,17 @@ class ModelRunner:
         if batch.block_mass is not None:
             _record_mass(result, scheduled, batch.block_mass)
         sequences = [item.sequence for item in scheduled if item.samples]
+        rows = LogitsRows.of(scheduled)
+        for scored in rows.scored:
+            result.scored[scored.item.sequence.seq_id] = _score(logits, scored)
         if not sequences:
             return
+        if rows.scored:
+            logits = logits[rows.sampled]
         allowed = self._allowed_tokens(sequences, logits.shape[-1], result)
-        rows = [i for i, item in enumerate(sequences) if item.seq_id not in result.failed]
-        if len(rows) < len(sequences):
-            logits, sequences = logits[rows], [sequences[row] for row in rows]
+        whole = [i for i, item in enumerate(sequences) if item.seq_id not in result.failed]
+        if len(whole) < len(sequences):
+            logits, sequences = logits[whole], [sequences[row] for row in whole]
         for sequence, token in zip(sequences, sample(logits, sequences, allowed), strict=True):
             _record(result, sequence, token)
 
@@ -160,6 +166,16 @@ def _record(result: RunResult, sequence: Sequence, token: SampledToken | SampleE
         result.sampled[sequence.seq_id] = token
 
 
+def _score(logits: torch.Tensor, scored: ScoredTokens) -> dict[int, SampledToken]:
+    """What the model thought of a prompt's tokens, by position."""
+    sequence = scored.item.sequence
+    count = sequence.sampling.prompt_logprobs
+    return {
+        position: describe_token(logits[row], count, sequence.token_ids[position])
+        for row, position in enumerate(scored.positions, scored.first_row)
+    }
+
+
 def _record_mass(result: RunResult, scheduled: Batch, block_mass: torch.Tensor) -> None:
     for item, row in zip(scheduled, block_mass.tolist(), strict=True):
         if _needs_mass(item.sequence):
@@ -204,7 +220,7 @@ def build_forward_batch(
         positions=to_device(list(chain.from_iterable(ranges))),
         groups=groups,
         query_lens=query_lens,
-        logits_indices=to_device(_last_rows(scheduled)),
+        logits_indices=to_device(LogitsRows.of(scheduled).batch_rows),
         block_mass=block_mass,
     )
 
@@ -236,14 +252,3 @@ def _held_range(item: ScheduledSequence) -> range:
     """As the token range, by index in the compact table of the first group."""
     start = item.sequence.num_held_tokens
     return range(start, start + item.num_tokens)
-
-
-def _last_rows(scheduled: SequenceOf[ScheduledSequence]) -> list[int]:
-    """The batch row of the last token of each sequence that samples."""
-    rows: list[int] = []
-    end = 0
-    for item in scheduled:
-        end += item.num_tokens
-        if item.samples:
-            rows.append(end - 1)
-    return rows

@@ -58,7 +58,7 @@ def sample(
         for row, token_id in zip(drawn_rows, _draw(allowed[drawn_rows], drawn), strict=True):
             token_ids[row] = token_id
     return [
-        _finish_row(logits[row], sequence.sampling.logprobs, token_ids[row])
+        describe_token(logits[row], sequence.sampling.logprobs, token_ids[row])
         if usable[row]
         else SampleError("The model gave no usable prediction for this sequence (NaN or infinite).")
         for row, sequence in enumerate(sequences)
@@ -175,8 +175,8 @@ def _typical(weights: torch.Tensor, mass: float) -> torch.Tensor:
     return (distance <= ordered[reached.to(torch.uint8).argmax()]) & (weights > 0)
 
 
-def _finish_row(logits: torch.Tensor, num_logprobs: int | None, token_id: int) -> SampledToken:
-    """The token with its logprobs: of the raw logits, before temperature and every filter."""
+def describe_token(logits: torch.Tensor, num_logprobs: int | None, token_id: int) -> SampledToken:
+    """A token with its logprobs: of the raw logits [vocab_size], before every filter."""
     if num_logprobs is None:
         return SampledToken(token_id)
     logprobs = torch.log_softmax(logits, dim=-1)

@@ -157,6 +157,7 @@ def _delta(values: dict[str, Any], index: int) -> Delta:
         num_cached_tokens=values.get("cached_tokens", 0),
         finish_reason=values.get("finish_reason") or None,
         logprobs=values.get("logprobs") or None,
+        prompt_logprobs=values.get("prompt_logprobs") or None,
         cumulative_logprob=values.get("cumulative_logprob"),
         index=index,
     )

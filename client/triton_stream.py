@@ -176,6 +176,7 @@ class TritonStream:
         stream: bool = True,
         return_token_ids: bool = False,
         return_logprobs: bool = False,
+        echo: bool = False,
         request_id: str = "",
         parameters: Mapping[str, str | int | bool] | None = None,
         timeout_s: float | None = None,
@@ -192,7 +193,7 @@ class TritonStream:
             )
         )
         inputs.append(tensors.bool_input("stream", stream))
-        inputs.append(tensors.bool_input("exclude_input_in_output", True))
+        inputs.append(tensors.bool_input("exclude_input_in_output", not echo))
         inputs += [tensors.bool_input(f"return_{name}", True) for name in RETURNS]
         if return_token_ids:
             inputs.append(tensors.bool_input("return_token_ids", True))

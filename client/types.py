@@ -41,6 +41,7 @@ class Delta:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     logprobs: str | None = None  # JSON, as the backend wrote it
+    prompt_logprobs: str | None = None  # the same, of the prompt's tokens
     cumulative_logprob: float | None = None
     index: int = 0
 

@@ -77,3 +77,4 @@ class Delivery:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     error: RequestError | None = None  # set when finish_reason is ERROR
+    prompt_logprobs: tuple[SampledToken, ...] = ()

@@ -333,7 +333,13 @@ class Dispatcher:
             self._drop_everywhere(sequence)
         elif token is None:
             return None
-        return Delivery(sequence.seq_id, token, reason, output.num_cached_tokens)
+        return Delivery(
+            sequence.seq_id,
+            token,
+            reason,
+            output.num_cached_tokens,
+            prompt_logprobs=output.prompt_logprobs,
+        )
 
     def _choose_worker(self, sequence: DispatchedSequence, now: float) -> WorkerLedger | None:
         leaves_reserve = self._keeps_reserve(now) and self._has_its_share(sequence.ticket.tenant)

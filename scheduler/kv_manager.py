@@ -111,7 +111,7 @@ class KVCacheManager:
         """Whether cached blocks of a waiting sequence are on their way from disk."""
         if self.prefix_tree is None or self.host is None or self.host.prefixes is None:
             return False
-        if sequence.eviction is not None:
+        if sequence.eviction is not None or sequence.scores_prompt:
             return False
         if self.host.prefixes.disk is None:
             return False
@@ -137,7 +137,7 @@ class KVCacheManager:
                 sequence.eviction.reset()
                 sequence.num_evicted_tokens = 0
             return
-        if self.prefix_tree is None or self._has_checkpoint(sequence):
+        if self.prefix_tree is None or self._has_checkpoint(sequence) or sequence.scores_prompt:
             return
         match = self.prefix_tree.match(
             sequence.cache_salt, sequence.token_ids, sequence.num_tokens - 1
@@ -298,7 +298,9 @@ class KVCacheManager:
             return None
         checkpoint = self.host.pool.checkpoint(sequence.seq_id)
         if checkpoint is None:
-            return None if sequence.eviction else self._bring_prefix(sequence, self.host)
+            if sequence.eviction is not None or sequence.scores_prompt:
+                return None
+            return self._bring_prefix(sequence, self.host)
         self._extend(sequence, len(checkpoint.tables[0]))
         for window, table in zip(self.windows, checkpoint.tables[1:], strict=True):
             window.refill(sequence, [block is not None for block in table])

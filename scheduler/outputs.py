@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.scheduler.return_cost import ReturnPlan, ReturnWay
+from shoal.scheduler.sampled_token import SampledToken as SampledToken
 from shoal.scheduler.sequence import FinishReason, Sequence
 from shoal.scheduler.transfers import Transfer
 
@@ -63,15 +64,6 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledToken:
-    """A sampled token; logprobs only when the sequence asked for them."""
-
-    token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), best first
-
-
-@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one sequence gained in one step: a token, a finish, or both.
 
@@ -85,3 +77,4 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: tuple[SampledToken, ...] = ()  # of the prompt's tokens but the first, once

@@ -44,6 +44,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, all computed anew
     n: int = 1
     grammar: str | None = None  # llguidance's form of what the text must follow; set by intake
     kv_policy: str = LRU
@@ -60,7 +61,9 @@ class SamplingParams:
         _check_logit_bias(self.logit_bias)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, optional=True)
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        least = 1 if self.prompt_logprobs is None else 0  # a prompt may be scored alone
+        _check_int("max_tokens", self.max_tokens, least, 2**31 - 1, optional=True)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         _check_int("n", self.n, 1, MAX_CHOICES)
@@ -69,6 +72,8 @@ class SamplingParams:
         _check_kv(self.kv_policy, self.kv_budget)
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
+        if self.prompt_logprobs is not None and self.n > 1:
+            raise RequestError("prompt_logprobs needs n to be 1.", param="n")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}).", param="min_tokens"
@@ -93,7 +98,8 @@ class SamplingParams:
         if index == 0 or self.seed is None:
             return replace(self, n=1)
         digest = sha256(f"{self.seed}/{index}".encode()).digest()
-        return replace(self, n=1, seed=int.from_bytes(digest[:8]) & MAX_SEED)
+        seed = int.from_bytes(digest[:8]) & MAX_SEED
+        return replace(self, n=1, seed=seed)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SamplingParams":
@@ -107,7 +113,7 @@ class SamplingParams:
         values = {name: value for name, value in values.items() if value is not None}
         for alias in ("max_completion_tokens", "max_new_tokens"):
             if alias in values:
-                _check_int(alias, values[alias], 1, 2**31 - 1)
+                _check_int(alias, values[alias], 0, 2**31 - 1)
                 values["max_tokens"] = values.pop(alias)
                 break
         for alias in ("max_completion_tokens", "max_new_tokens"):

@@ -25,6 +25,8 @@ from shoal.scheduler.transfers import DeviceCopy, DiskResult
 from shoal.scheduler.victims import choose_victim
 
 _NONE_FAILED: Mapping[int, str] = {}
+_NO_TOKENS: Mapping[int, SampledToken] = {}
+_NONE_SCORED: Mapping[int, Mapping[int, SampledToken]] = {}
 _NO_MASS: Mapping[int, SequenceOf[int]] = {}
 
 
@@ -184,6 +186,7 @@ class Scheduler:
         failed: Mapping[int, str] = _NONE_FAILED,
         deferred: Collection[int] = (),
         block_mass: Mapping[int, SequenceOf[int]] = _NO_MASS,
+        scored: Mapping[int, Mapping[int, SampledToken]] = _NONE_SCORED,
     ) -> list[StepOutput]:
         """Apply what the step computed, by seq_id. Failed and finished sequences are freed; of the
         deferred ones nothing was computed, and they are scheduled again."""
@@ -199,6 +202,7 @@ class Scheduler:
             sequence.num_computed_tokens += item.num_tokens
             if sequence.eviction is not None and sequence.seq_id in block_mass:
                 sequence.eviction.observe(block_mass[sequence.seq_id])
+            sequence.prompt_logprobs.update(scored.get(sequence.seq_id, _NO_TOKENS))
             if self._forks.has_held:
                 self._start_forks(sequence)
             if samples:
@@ -336,11 +340,20 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
         output_index = sequence.num_output_tokens
-        sequence.token_ids.append(token.token_id)
-        reason = self._finish_reason(sequence, token.token_id)
+        scores = _take_scores(sequence)
+        num_cached = sequence.num_cached_tokens
+        if sequence.sampling.max_tokens == 0:  # the prompt was all that was wanted
+            reason: FinishReason | None = FinishReason.LENGTH
+            output = StepOutput(sequence.seq_id, 0, None, reason, num_cached, None, scores)
+        else:
+            sequence.token_ids.append(token.token_id)
+            reason = self._finish_reason(sequence, token.token_id)
+            output = StepOutput(
+                sequence.seq_id, output_index, token, reason, num_cached, None, scores
+            )
         if reason is not None:
             self._finish(sequence, reason)
-        return StepOutput(sequence.seq_id, output_index, token, reason, sequence.num_cached_tokens)
+        return output
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.sampling
@@ -388,3 +401,12 @@ def _is_lossy(sequence: Sequence) -> bool:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival_index
+
+
+def _take_scores(sequence: Sequence) -> tuple[SampledToken, ...]:
+    """The log-probabilities of the prompt's tokens but the first, with the first output."""
+    if not sequence.scores_prompt:
+        return ()
+    scores = sequence.prompt_logprobs
+    sequence.prompt_logprobs = {}
+    return tuple(scores[position] for position in range(1, sequence.num_prompt_tokens))

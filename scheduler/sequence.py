@@ -3,8 +3,12 @@
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
+from shoal.scheduler.sampled_token import SampledToken
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.session_eviction import SessionEviction
+
+# Tokens of a prompt to score that one step may compute: each gives a row of logits.
+MAX_SCORED_TOKENS = 128
 
 
 class SequenceStatus(IntEnum):
@@ -50,6 +54,7 @@ class Sequence:
     arrival_step: int = 0  # engine step number at which the worker received it
     eviction: SessionEviction | None = None  # with a lossy kv_policy only
     num_evicted_tokens: int = 0  # of the computed ones, dropped from the block table
+    prompt_logprobs: dict[int, SampledToken] = field(default_factory=dict)  # by position
 
     def __post_init__(self) -> None:
         assert 0 < self.num_prompt_tokens <= len(self.token_ids)
@@ -72,9 +77,16 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of its prompt's tokens are wanted: none may come from a cache."""
+        return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
     def num_runnable_tokens(self) -> int:
         """The uncomputed tokens that one step may compute: all that a lossy policy has room for."""
         num_tokens = len(self.token_ids) - self.num_computed_tokens
+        if self.sampling.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, MAX_SCORED_TOKENS)
         if self.eviction is None:
             return num_tokens
         return min(num_tokens, self.eviction.room(self.num_held_tokens))

@@ -39,6 +39,7 @@ class Piece:
     error: dict[str, Any] | None = None  # as the `error` tensor
     triton_error: str | None = None  # as tritonserver's own error message
     logprobs: tuple[dict[str, Any], ...] = ()  # one entry a token, as the backend writes them
+    prompt_logprobs: tuple[dict[str, Any], ...] = ()
     index: int | None = None  # of a request for several choices
     beside: tuple["Piece", ...] = ()  # of further choices, in the same response
     is_last: bool = True  # with a finish reason: the request ends
@@ -351,6 +352,9 @@ def _piece_outputs(
     if piece.error is not None:
         outputs["finish_reason"] = _string("finish_reason", "error")
         outputs["error"] = _string("error", json.dumps(piece.error))
+    if piece.prompt_logprobs:
+        outputs["prompt_logprobs"] = _string("prompt_logprobs", json.dumps(piece.prompt_logprobs))
+        asked.add("prompt_logprobs")
     if piece.logprobs:
         outputs["logprobs"] = _string("logprobs", json.dumps(piece.logprobs))
     return [value for name, value in outputs.items() if name == "text_output" or name in asked]
@@ -379,6 +383,7 @@ def _join(pieces: list[Piece]) -> Piece:
         pieces[-1].finish_reason,
         sum(piece.delay_s for piece in pieces),
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        prompt_logprobs=tuple(entry for piece in pieces for entry in piece.prompt_logprobs),
     )
 
 

@@ -1,6 +1,8 @@
 """Log-probabilities that stay beside the text they belong to."""
 
+import codecs
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.backend.chunk import Alternative, TokenLogprobs
@@ -63,17 +65,40 @@ class LogprobAligner:
 
     def _describe(self, token: SampledToken, text: str, is_cut: bool) -> TokenLogprobs:
         assert token.logprob is not None
-        top = tuple(
-            self._alternative(token_id, logprob, rank)
-            for rank, (token_id, logprob) in enumerate(token.top_logprobs, start=1)
-        )
-        rank = next((item.rank for item in top if item.token_id == token.token_id), None)
+        top = _alternatives(self._tokenizer, token)
+        rank = _rank(top, token.token_id)
         token_bytes = text.encode() if is_cut else self._tokenizer.token_bytes(token.token_id)
         sampled = Alternative(token.token_id, text, token.logprob, rank, token_bytes)
         return TokenLogprobs(sampled, top)
 
-    def _alternative(self, token_id: int, logprob: float, rank: int) -> Alternative:
-        token_bytes = self._tokenizer.token_bytes(token_id)
-        return Alternative(
-            token_id, token_bytes.decode("utf-8", "replace"), logprob, rank, token_bytes
-        )
+
+def describe_prompt(
+    tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[SampledToken]
+) -> tuple[TokenLogprobs, ...]:
+    """An entry for each token of a prompt; the first has no log-probability, as nothing is before
+    it. Their texts, joined, are the prompt's, without the BOS that was put before it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    entries = []
+    tokens = [SampledToken(token_ids[0]), *scores]
+    for index, token in enumerate(tokens):
+        token_bytes = tokenizer.token_bytes(token.token_id)
+        is_bos = index == 0 and token.token_id == tokenizer.bos_token_id
+        is_last = index == len(tokens) - 1
+        text = "" if is_bos else decoder.decode(token_bytes, final=is_last)
+        top = _alternatives(tokenizer, token)
+        rank = _rank(top, token.token_id)
+        chosen = Alternative(token.token_id, text, token.logprob, rank, token_bytes)
+        entries.append(TokenLogprobs(chosen, top))
+    return tuple(entries)
+
+
+def _alternatives(tokenizer: Tokenizer, token: SampledToken) -> tuple[Alternative, ...]:
+    pieces = [(tokenizer.token_bytes(token_id), token_id, p) for token_id, p in token.top_logprobs]
+    return tuple(
+        Alternative(token_id, piece.decode("utf-8", "replace"), logprob, rank, piece)
+        for rank, (piece, token_id, logprob) in enumerate(pieces, start=1)
+    )
+
+
+def _rank(top: Sequence[Alternative], token_id: int) -> int | None:
+    return next((item.rank for item in top if item.token_id == token_id), None)

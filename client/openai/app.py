@@ -120,6 +120,7 @@ class Shim:
             body.streams,
             request.state.request_id,
             {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers},
+            body.echoes,
         )
         return GenerationResponse(
             lambda: Generation(self.triton, generation),

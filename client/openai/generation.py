@@ -25,6 +25,7 @@ class GenerationRequest:
     stream: bool
     request_id: str
     parameters: dict[str, str] = field(default_factory=dict)  # whose it is, how urgent
+    echo: bool = False
 
     @property
     def num_choices_each(self) -> int:
@@ -71,7 +72,7 @@ class ChoiceState:
         self.finish_reason = delta.finish_reason or self.finish_reason
         if self.logprobs is None:
             return None
-        entries = self.reader.read(delta.logprobs)
+        entries = self.reader.read(delta.prompt_logprobs) + self.reader.read(delta.logprobs)
         self.logprobs += entries
         return entries
 
@@ -155,6 +156,7 @@ class Generation:
             sampling=self._request.sampling,
             stream=self._request.stream,
             return_logprobs=self._request.wants_logprobs,
+            echo=self._request.echo,
             parameters=self._request.parameters,
             request_id=f"{request_id}-{index}" if len(self._request.prompts) > 1 else request_id,
         )

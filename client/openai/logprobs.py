@@ -12,7 +12,7 @@ class Candidate:
     """A token that could stand at one position. ``token`` cannot show part of a character."""
 
     token: str
-    logprob: float
+    logprob: float | None  # None: a prompt's first token
     token_bytes: Sequence[int]
 
 
@@ -69,8 +69,12 @@ def completion_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {
         "tokens": [entry.chosen.token for entry in entries],
         "token_logprobs": [entry.chosen.logprob for entry in entries],
-        "top_logprobs": [
-            {item.token: item.logprob for item in (*entry.top, entry.chosen)} for entry in entries
-        ],
+        "top_logprobs": [_likeliest(entry) for entry in entries],
         "text_offset": [entry.text_offset for entry in entries],
     }
+
+
+def _likeliest(entry: TokenLogprob) -> dict[str, float | None] | None:
+    if entry.chosen.logprob is None:
+        return None
+    return {item.token: item.logprob for item in (*entry.top, entry.chosen)}

@@ -11,7 +11,6 @@ from shoal.client.errors import ShoalError
 # them silently would give an answer that was not asked for.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -111,6 +110,11 @@ class GenerationBody(BaseModel):
         return bool(self.stream)
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -143,10 +147,21 @@ class CompletionBody(GenerationBody):
 
     prompt: Any
     logprobs: int | None = None
+    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    def sampling(self) -> dict[str, Any]:
+        values = GenerationBody.sampling(self)
+        if self.echo and self.logprobs is not None:
+            values["prompt_logprobs"] = self.logprobs
+        return values
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -277,6 +292,7 @@ EXPECTED_TYPES = {
     "max_completion_tokens": _WHOLE,
     "min_tokens": _WHOLE,
     "ignore_eos": _FLAG,
+    "echo": _FLAG,
     "logprobs": "must be true or false in a chat, a whole number in a completion",
     "top_logprobs": _WHOLE,
     "kv_policy": _TEXT,

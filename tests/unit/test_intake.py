@@ -213,6 +213,7 @@ def test_bad_sampling_json(text: str) -> None:
         ("stop_token_ids", [300]),
         ("logprobs", 21),
         ("max_tokens", 0),
+        ("prompt_logprobs", 21),
         ("ignore_eos", 1),
         ("kv_policy", "fifo"),
         ("kv_budget", 1024),
@@ -329,9 +330,9 @@ def test_echo_of_token_ids_is_their_text() -> None:
     assert request.prompt_text == "<s>hi"
 
 
-def test_stream_cannot_echo() -> None:
-    error = refused(text_input="hi", stream=True, exclude_input_in_output=False)
-    assert error.param == "exclude_input_in_output"
+def test_a_stream_echoes_only_when_told_to() -> None:
+    assert prepare(text_input="hi", stream=True, exclude_input_in_output=False).echo_input
+    assert not prepare(text_input="hi", stream=True).echo_input
 
 
 # --- whatever comes in, the answer is a request or a RequestError
@@ -376,3 +377,10 @@ def test_any_bytes_are_served_or_refused(text: bytes, sampling: bytes) -> None:
 @given(st.dictionaries(st.sampled_from(NAMES), st.text() | st.integers() | st.floats()))
 def test_any_request_parameters_are_served_or_refused(parameters: dict[str, Any]) -> None:
     served_or_refused(RawRequest(text_input="hi", parameters=parameters))
+
+
+def test_no_tokens_are_for_scoring_a_prompt_only() -> None:
+    scored = prepare(text_input="hi", sampling_parameters='{"max_tokens": 0, "prompt_logprobs": 0}')
+    assert scored.sampling.max_tokens == 0
+    text = '{"prompt_logprobs": 1, "n": 2}'
+    assert refused(text_input="hi", sampling_parameters=text).param == "n"

@@ -335,7 +335,7 @@ def test_64_streams_each_finish_once(http: httpx.Client) -> None:
         ({"repetition_penalty": True}, "repetition_penalty"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"echo": True}, "echo"),
+        ({"echo": "yes"}, "echo"),
         ({"nonsense": 1}, "nonsense"),
         ({"nonsense": None}, "nonsense"),
     ],
@@ -364,7 +364,7 @@ def scored(request: Request) -> Iterator[Piece]:
         yield Piece(text, logprobs=(entry,), finish_reason="length" if index == 2 else None)
 
 
-def candidate(text: str, raw: list[int], logprob: float, rank: int | None) -> dict[str, Any]:
+def candidate(text: str, raw: list[int], logprob: float | None, rank: int | None) -> dict[str, Any]:
     return {"decoded_token": text, "bytes": raw, "logprob": logprob, "rank": rank}
 
 
@@ -419,6 +419,36 @@ def test_completion_logprobs_with_the_official_client(
     streamed = client.completions.create(model=MODEL, prompt="a", logprobs=0, stream=True)
     parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
     assert [offset for part in parts for offset in part.text_offset or []] == [0, 1, 1]
+
+
+def echoing(request: Request) -> Iterator[Piece]:
+    entries = ({"97": candidate("a", [97], None, None)}, {"98": candidate("b", [98], -2.0, 1)})
+    yield Piece("ab", num_tokens=0, prompt_logprobs=entries)
+    entry = {"110": candidate("n", [110], -0.25, 1)}
+    yield Piece("n", logprobs=(entry,), finish_reason="length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_and_its_logprobs_first(
+    client: openai.OpenAI, model: FakeModel, stream: bool
+) -> None:
+    model.script = echoing
+    answer = client.completions.create(
+        model=MODEL, prompt="ab", echo=True, logprobs=1, max_tokens=1, stream=stream
+    )
+    chunks = list(answer) if stream else [answer]
+    parts = [chunk.choices[0] for chunk in chunks]
+    assert "".join(part.text for part in parts) == "abn"
+    logprobs = [part.logprobs for part in parts if part.logprobs]
+    assert [token for part in logprobs for token in part.tokens or []] == ["a", "b", "n"]
+    values = [value for part in logprobs for value in part.token_logprobs or []]
+    assert values == [None, -2.0, -0.25]
+    tops = [item for part in logprobs for item in part.top_logprobs or []]
+    assert tops == [None, {"b": -2.0}, {"n": -0.25}]
+    assert [at for part in logprobs for at in part.text_offset or []] == [0, 1, 2]
+    (request,) = model.requests
+    assert request.inputs["exclude_input_in_output"] is False
+    assert request.sampling == {"max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
 
 
 def test_without_logprobs_none_are_asked_for(http: httpx.Client, model: FakeModel) -> None:

@@ -1,0 +1,12 @@
+"""A token with what the model thought of it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A sampled token; logprobs only when the sequence asked for them."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), best first
