@@ -50,6 +50,10 @@ class WindowBlocks:
     def num_cached(self) -> int:
         return len(self._cached)
 
+    @property
+    def cached_blocks(self) -> set[int]:
+        return set(self._cached.values())
+
     def max_num_running(self, num_full_blocks: int, max_num_batched_tokens: int) -> int | None:
         """How many sequences may run so that the pool never runs out; None: any number.
 

@@ -18,6 +18,7 @@ def complete(served: Served, n: int, stream: bool = False) -> tuple[list[str], A
             n=n,
             stream=stream,
             stream_options={"include_usage": True} if stream else openai.omit,
+            extra_body={"ignore_eos": True},
             **SAMPLING,
         )
         if not stream:
@@ -50,7 +51,7 @@ def test_choices_over_plain_http(served: Served) -> None:
         "text_input": "The sea is",
         "exclude_input_in_output": True,
         "return_finish_reason": True,
-        "parameters": {**SAMPLING, "n": 2},
+        "parameters": {**SAMPLING, "ignore_eos": True, "n": 2},
     }
     answer = httpx.post(f"{served.triton_url}/v2/models/{MODEL}/generate", json=body, timeout=60)
     assert answer.status_code == 200, answer.text

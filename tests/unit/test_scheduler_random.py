@@ -1,7 +1,7 @@
 """Random workloads: integrity after every step, the right tokens, progress, nothing left over."""
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shoal.scheduler.eviction import LfuPolicy, LruPolicy, ReusePolicy
+from shoal.scheduler.eviction import EvictionPolicy, LfuPolicy, LruPolicy, ReusePolicy
 from shoal.scheduler.scheduler import Scheduler
 from shoal.scheduler.sequence import FinishReason, Sequence
-from shoal.scheduler.window_blocks import most_window_blocks
+from shoal.scheduler.transfers import DeviceCopy
+from shoal.scheduler.window_blocks import HOLE, most_window_blocks
 
 
 @dataclass
@@ -84,63 +85,155 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def fork(rng: random.Random, scheduler: Scheduler, ledger: Ledger, child: Sequence) -> None:
-    """Let a sequence begin like one of the last, which may be gone, if there is room for that."""
-    parent = ledger.sequences[max(0, len(ledger.sequences) - rng.randint(1, 4))]
-    num_shared = min(rng.choice([parent.num_prompt_tokens, parent.num_tokens]), child.num_tokens)
-    child.token_ids[:num_shared] = parent.token_ids[:num_shared]
-    child.cache_salt = parent.cache_salt
-    scheduler.fork(parent.seq_id, child)
+class Workload:
+    """Random operations on one scheduler; all that it keeps is checked after each of them."""
+
+    MOST_LIVE = 30
+
+    def __init__(self, rng: random.Random, eviction: EvictionPolicy | None) -> None:
+        self.rng = rng
+        self.scheduler = make_scheduler(prefix_eviction=eviction, **draw_limits(rng))
+        self.contents = FakeKVContents()
+        self.ledger = Ledger()
+        self.done: Counter[str] = Counter()
+        self._weights = {
+            self.step: 50,
+            self.add: 17,
+            self.fork: 10,
+            self.abort: 6,
+            self.preempt: 5,
+            self.evict: 5,
+            self.hear_from_disk: 7,
+        }
+
+    def run(self, num_operations: int) -> None:
+        """Do so many, then step until all is done."""
+        operations, weights = list(self._weights), list(self._weights.values())
+        for operation in self.rng.choices(operations, weights, k=num_operations):
+            if len(self.ledger.sequences) - len(self.ledger.ended) >= self.MOST_LIVE:
+                operation = self.step
+            operation()
+            self.done[operation.__name__] += 1
+            self.check()
+        while self.scheduler.has_unfinished:
+            self.hear_from_disk()
+            self.step()
+        self.check_the_end()
+
+    def step(self) -> None:
+        was_live = self.scheduler.has_unfinished
+        failed = {self._any_id(): "broken"} if self.rng.random() < 0.05 else {}
+        step = run_step(self.scheduler, failed=failed, contents=self.contents)
+        check_step(self.scheduler, step, was_live)
+        self.ledger.take(step)
+        self.done["restored"] += len(step.output.restored)
+        self.done["copied"] += sum(isinstance(t, DeviceCopy) for t in step.output.transfers)
+
+    def add(self) -> None:
+        sequence = self._new_sequence()
+        self.scheduler.add(sequence)
+        self.ledger.sequences[sequence.seq_id] = sequence
+
+    def fork(self) -> None:
+        """Let a sequence begin like one of the last, which may be gone."""
+        if not self.ledger.sequences:
+            return
+        child = self._new_sequence(lossy=False)
+        parent = self.ledger.sequences[
+            max(0, len(self.ledger.sequences) - self.rng.randint(1, self.rng.choice([1, 4])))
+        ]
+        num_shared = self.rng.choice([parent.num_prompt_tokens, parent.num_tokens])
+        num_shared = min(num_shared, child.num_tokens)
+        child.token_ids[:num_shared] = parent.token_ids[:num_shared]
+        child.cache_salt = parent.cache_salt
+        self.scheduler.fork(parent.seq_id, child)
+        self.ledger.sequences[child.seq_id] = child
+
+    def abort(self) -> None:
+        seq_id = self._any_id()
+        if self.scheduler.abort(seq_id):
+            self.ledger.ended.add(seq_id)
+
+    def preempt(self) -> None:
+        """Take any running sequence's blocks, as for want of them."""
+        if self.scheduler._running:
+            self.scheduler._preempt(self.rng.choice(self.scheduler._running))
+            self.done["forced"] += 1
+
+    def evict(self) -> None:
+        """Take cached blocks, as for want of them."""
+        kv, wanted = self.scheduler.kv, self.rng.randint(1, 10)
+        if kv.prefix_tree is not None:
+            self.done["evicted"] += min(wanted, kv.prefix_tree.num_evictable)
+            kv._evict(wanted)
+        for window in kv.windows:
+            window.make_room(min(window.pool.num_blocks, window.pool.num_free + wanted))
+
+    def hear_from_disk(self) -> None:
+        results = self.contents.take_disk_results(self.rng.randint(1, 3))
+        self.scheduler.take_disk_results(results)
+
+    def check(self) -> None:
+        """Free, cached and used blocks are all that there are, in each pool, and more."""
+        self.scheduler.check_integrity()
+        kv, running = self.scheduler.kv, self.scheduler._running
+        cached = set(kv.prefix_tree.block_ids()) if kv.prefix_tree else set()
+        used = {block_id for sequence in running for block_id in sequence.block_table} - cached
+        assert kv.pool.num_free + len(cached) + len(used) == kv.pool.num_blocks
+        for window in kv.windows:
+            tables = [window.table(sequence) for sequence in running]
+            held = {block_id for table in tables for block_id in table if block_id != HOLE}
+            num_used = len(held | window.cached_blocks)
+            assert window.pool.num_free + num_used == window.pool.num_blocks
+
+    def check_the_end(self) -> None:
+        scheduler, ledger = self.scheduler, self.ledger
+        assert ledger.ended == set(ledger.sequences)
+        num_sampled = sum(ledger.num_outputs.values())
+        churn = scheduler.num_preemptions - self.done["forced"]
+        assert churn <= len(ledger.sequences) + num_sampled // scheduler.kv.block_size
+        assert all(sequence.is_finished for sequence in ledger.sequences.values())
+        assert scheduler.free_blocks == scheduler.kv.pool.num_blocks
+        for window in scheduler.kv.windows:
+            assert window.pool.num_free + window.num_cached == window.pool.num_blocks
+        self.done["preempted"] += churn
+
+    def _any_id(self) -> int:
+        return self.rng.randrange(len(self.ledger.sequences) + 1)
+
+    def _new_sequence(self, lossy: bool = True) -> Sequence:
+        rng, longest = self.rng, self.scheduler.config.max_model_len
+        num_prompt = rng.randint(1, max(1, longest // rng.choice([2, 8, 50])))
+        return make_sequence(
+            len(self.ledger.sequences),
+            num_prompt,
+            prompt_seed=rng.randint(0, 3),
+            cache_salt=rng.choice([b"", b"a"]),
+            max_tokens=rng.randint(1, min(60, longest - num_prompt)),
+            **(rng.choice(KV_OPTIONS) if lossy else {}),
+        )
+
+
+NUM_OPERATIONS = 20_000
+NUM_SEEDS = 12
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
-@pytest.mark.parametrize("seed", range(12))
-def test_random_workload(seed: int, eviction: str) -> None:
-    rng = random.Random(seed)
-    contents = FakeKVContents()
-    scheduler = make_scheduler(prefix_eviction=EVICTIONS[eviction](), **draw_limits(rng))
-    longest = scheduler.config.max_model_len
-    ledger = Ledger()
-    for _ in range(600):
-        if rng.random() < 0.4:
-            num_prompt = rng.randint(1, max(1, longest // rng.choice([2, 8, 50])))
-            max_tokens = rng.randint(1, min(60, longest - num_prompt))
-            sequence = make_sequence(
-                len(ledger.sequences),
-                num_prompt,
-                prompt_seed=rng.randint(0, 3),
-                cache_salt=rng.choice([b"", b"a"]),
-                max_tokens=max_tokens,
-                **rng.choice(KV_OPTIONS),
-            )
-            if ledger.sequences and rng.random() < 0.3:
-                fork(rng, scheduler, ledger, sequence)
-            else:
-                scheduler.add(sequence)
-            ledger.sequences[sequence.seq_id] = sequence
-        if ledger.sequences and rng.random() < 0.1:
-            seq_id = rng.choice(list(ledger.sequences))
-            if scheduler.abort(seq_id):
-                ledger.ended.add(seq_id)
-        scheduler.take_disk_results(contents.take_disk_results(rng.randint(0, 3)))
-        was_live = scheduler.has_unfinished
-        fails = rng.random() < 0.05 and ledger.sequences
-        failed = {rng.choice(list(ledger.sequences)): "broken"} if fails else {}
-        step = run_step(scheduler, failed=failed, contents=contents)
-        check_step(scheduler, step, was_live)
-        ledger.take(step)
-    while scheduler.has_unfinished:
-        scheduler.take_disk_results(contents.take_disk_results(1))
-        step = run_step(scheduler, contents=contents)
-        check_step(scheduler, step, True)
-        ledger.take(step)
-    assert ledger.ended == set(ledger.sequences)
-    num_sampled = sum(ledger.num_outputs.values())
-    assert (
-        scheduler.num_preemptions <= len(ledger.sequences) + num_sampled // scheduler.kv.block_size
-    )
-    assert all(sequence.is_finished for sequence in ledger.sequences.values())
-    assert scheduler.free_blocks == scheduler.kv.pool.num_blocks
+def test_random_workload(eviction: str) -> None:
+    done: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        workload = Workload(random.Random(seed), EVICTIONS[eviction]())
+        try:
+            workload.run(-(-NUM_OPERATIONS // (NUM_SEEDS * len(EVICTIONS))))
+        except AssertionError as error:
+            error.add_note(f"seed {seed}, eviction {eviction}")
+            raise
+        done += workload.done
+    rare = {"copied": 20, "restored": 5, "preempted": 20, "forced": 50}
+    rare |= {"abort": 150, "fork": 200, "add": 400, "step": 2000}
+    if eviction != "none":
+        rare["evicted"] = 50
+    assert {name: count for name, count in rare.items() if done[name] < count} == {}, done
 
 
 class SchedulerMachine(RuleBasedStateMachine):
