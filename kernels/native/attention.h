@@ -347,7 +347,7 @@ class Attention {
         keys_[first + i] = key;
       } else {
         T* wide = &scratch_.widened[(first + i) * dim_];
-        for (int64_t j = 0; j < dim_; j++) assign(wide[j], to_float(key[j]));
+        widen(key, dim_, wide);
         keys_[first + i] = wide;
       }
       if constexpr (StoredTraits<S>::kScaled) {

@@ -43,31 +43,79 @@ inline float to_float(Fp8 value) {
   return value.bits & 0x80 ? -magnitude : magnitude;
 }
 
-// kLanes values, widened.
-typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
-typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+// kLanes integers, widened, and back. The compiler's own conversions of vectors are slow.
+inline IntVec load_wide_integers(const uint16_t* source) {
+#if defined(__AVX512F__)
+  return (IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)source));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (IntVec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)source));
+#else
+  IntVec out;
+  for (int i = 0; i < kLanes; i++) out[i] = source[i];
+  return out;
+#endif
+}
 
+inline IntVec load_wide_integers(const int8_t* source) {
+#if defined(__AVX512F__)
+  return (IntVec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)source));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)source));
+#else
+  IntVec out;
+  for (int i = 0; i < kLanes; i++) out[i] = source[i];
+  return out;
+#endif
+}
+
+inline void store_low_halves(IntVec value, uint16_t* target) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)target, _mm512_cvtepi32_epi16((__m512i)value));
+#else
+  for (int i = 0; i < kLanes; i++) target[i] = uint16_t(value[i]);
+#endif
+}
+
+inline Vec to_float(IntVec value) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps((__m512i)value);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_cvtepi32_ps((__m256i)value);
+#else
+  return __builtin_convertvector(value, Vec);
+#endif
+}
+
+// kLanes values as floats.
 inline Vec load_wide(const float* source) { return load(source); }
 
 inline Vec load_wide(const BFloat16* source) {
-  HalfWords bits;
-  std::memcpy(&bits, source, sizeof bits);
-  return (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+  return (Vec)(load_wide_integers(reinterpret_cast<const uint16_t*>(source)) << 16);
 }
 
-inline Vec load_wide(const int8_t* source) {
-  SignedBytes bits;
-  std::memcpy(&bits, source, sizeof bits);
-  return __builtin_convertvector(__builtin_convertvector(bits, IntVec), Vec);
-}
+inline Vec load_wide(const int8_t* source) { return to_float(load_wide_integers(source)); }
 
 inline Vec load_wide(const Fp8* source) {
-  Bytes bits;
-  std::memcpy(&bits, source, sizeof bits);
-  const IntVec wide = __builtin_convertvector(bits, IntVec);
-  const Vec magnitude = (Vec)((wide & 0x7f) << 20) * splat(1.329227995784916e36f);
-  return (Vec)((IntVec)magnitude | ((wide & 0x80) << 24));
+  const IntVec bits = load_wide_integers(reinterpret_cast<const int8_t*>(source));
+  const Vec magnitude = (Vec)((bits & 0x7f) << 20) * splat(1.329227995784916e36f);
+  return (Vec)((IntVec)magnitude | (bits & int32_t(0x80000000u)));
+}
+
+// `count` values in a type that holds them exactly.
+template <class S>
+inline void widen(const S* source, int64_t count, float* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, load_wide(source + i));
+  for (; i < count; i++) out[i] = to_float(source[i]);
+}
+
+template <class S>
+inline void widen(const S* source, int64_t count, BFloat16* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    store_low_halves((IntVec)load_wide(source + i) >> 16, reinterpret_cast<uint16_t*>(out + i));
+  }
+  for (; i < count; i++) assign(out[i], to_float(source[i]));
 }
 
 // Rounds to the nearest whole number, ties to even; for magnitudes below 2^22.
