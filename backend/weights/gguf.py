@@ -1,7 +1,7 @@
 """Checkpoints in GGUF: metadata, and tensors dequantised from the mapped file."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from shoal.backend.engine_config import ConfigError
 from shoal.backend.models.registry import config_from_gguf, gguf_form
 
 GGUF_MAGIC = b"GGUF"
+_READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 # Parts of names, safetensors to GGUF.
 _TOP_NAMES = {
@@ -79,6 +80,9 @@ class GgufCheckpoint:
         # GGUF has the fastest dimension first.
         return tuple(int(size) for size in reversed(self._tensor(name).shape))
 
+    def packed_names(self) -> Container[str]:
+        return ()
+
     def num_bytes(self, name: str) -> int:
         return int(self._tensor(name).n_bytes)
 
@@ -126,7 +130,7 @@ class GgufCheckpoint:
         except NotImplementedError as error:
             raise ConfigError(
                 f"{self._file_name}: tensor {raw_name} has type {raw.tensor_type.name}, "
-                "which cannot be read. Use a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1 or Q*_K."
+                f"which cannot be read. Use a file in {', '.join(_READABLE)}."
             ) from error
         # What is stored as float32 comes as a view of the mapped file.
         return torch.from_numpy(values if values.flags.writeable else values.copy())
@@ -164,7 +168,14 @@ def _open(path: Path) -> gguf.GGUFReader:
     try:
         return _Reader(path)
     # The library has no error of its own: whatever its parsing trips over comes out.
-    except (ValueError, LookupError, OverflowError, TypeError) as error:
+    except (
+        ValueError,
+        LookupError,
+        OverflowError,
+        TypeError,
+        AttributeError,
+        MemoryError,
+    ) as error:
         raise ConfigError(f"{path.name} is damaged or cut short; fetch it again.") from error
 
 

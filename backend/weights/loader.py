@@ -1,6 +1,6 @@
 """From a path to a model that can run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def load_model(
     shapes = weight_shapes(config)
     _check_tensors(source, shapes, config)
     formats = plan_formats(shapes, quantization)
-    tensors = _load_tensors(source, list(shapes), formats, dtype, device, progress or _ignore)
+    tensors = _load_tensors(source, shapes, formats, dtype, device, progress or _ignore)
     return LoadedModel(build_model(config, tensors), config)
 
 
@@ -69,7 +69,7 @@ def _check_tensors(
     for name, shape in shapes.items():
         if name not in names:
             raise ConfigError(f"{source.where(name)} is missing.")
-        if source.shape(name) != shape:
+        if not _fits(source, name, shape):
             raise ConfigError(
                 f"{source.where(name)} has shape {list(source.shape(name))}, "
                 f"but the config asks for {list(shape)}."
@@ -79,22 +79,34 @@ def _check_tensors(
             raise ConfigError(f"{source.where(name)} belongs to no part of this model.")
 
 
+def _fits(source: TensorSource, name: str, shape: tuple[int, ...]) -> bool:
+    """A packed weight's columns may end in padding; what they hold is checked as it is read."""
+    stored = source.shape(name)
+    if stored == shape or name not in source.packed_names():
+        return stored == shape
+    return len(shape) == 2 and stored[0] == shape[0] and 0 <= stored[1] - shape[1] < 8
+
+
 def _load_tensors(
     source: TensorSource,
-    names: list[str],
+    shapes: Mapping[str, tuple[int, ...]],
     formats: dict[str, str],
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Progress,
 ) -> dict[str, Weight]:
-    total = sum(source.num_bytes(name) for name in names)
+    total = sum(source.num_bytes(name) for name in shapes)
     done = 0
     tensors: dict[str, Weight] = {}
     progress("weights", done, total)
-    for name in names:
-        tensor = source.load(name, dtype).to(device)
+    for name in shapes:
+        weight = source.load(name, dtype).to(device)
+        if tuple(weight.shape) != shapes[name]:
+            raise ConfigError(f"{source.where(name)} has shape {list(weight.shape)}.")
         scheme = SCHEMES.get(formats.get(name, "none"))
-        tensors[name] = tensor if scheme is None else scheme(tensor, dtype)
+        if scheme is not None and isinstance(weight, torch.Tensor):
+            weight = scheme(weight, dtype)
+        tensors[name] = weight
         done += source.num_bytes(name)
         progress("weights", done, total)
     return tensors

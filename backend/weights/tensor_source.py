@@ -1,8 +1,11 @@
 """What the loader needs of a checkpoint, whatever its format."""
 
+from collections.abc import Container
 from typing import Protocol
 
 import torch
+
+from shoal.kernels.quantized_weights import Weight
 
 
 class TensorSource(Protocol):
@@ -16,6 +19,10 @@ class TensorSource(Protocol):
         """The shape in torch's order, from the header alone."""
         ...
 
+    def packed_names(self) -> Container[str]:
+        """Those that are packed in groups of columns: the shape may count a few too many."""
+        ...
+
     def num_bytes(self, name: str) -> int:
         """Bytes in the file, for progress."""
         ...
@@ -24,6 +31,7 @@ class TensorSource(Protocol):
         """The file's name and the tensor's own name there, for messages."""
         ...
 
-    def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A copy in ``dtype`` on the CPU, dequantised if need be."""
+    def load(self, name: str, dtype: torch.dtype) -> Weight:
+        """A copy on the CPU in ``dtype``, or packed for it where the file has it packed in a form
+        that is kept."""
         ...

@@ -1,5 +1,6 @@
 """Checkpoints that load, and those that are refused in one line."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ def llama_permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, folder: Path, kind: Any = QuantType.F32) -> None:
-    """The folder's checkpoint as GGUF; matrices in ``kind``, vectors in float32."""
-    config = config_from_hf(TINY_CONFIG)
+def write_gguf(path: Path, folder: Path, kind: Any = QuantType.F32, raw_kind: Any = None) -> None:
+    """The folder's checkpoint as GGUF; matrices in ``kind``, vectors in float32, and gate_proj of
+    random bytes in ``raw_kind``."""
+    config = config_from_hf(json.loads((folder / "config.json").read_text()))
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
@@ -69,6 +71,9 @@ def write_gguf(path: Path, folder: Path, kind: Any = QuantType.F32) -> None:
             values = llama_permute(values, config.num_kv_heads)
         stored = kind if values.ndim == 2 else QuantType.F32
         raw_name = names.get_name(name, try_suffixes=(".weight",))
+        if raw_kind is not None and "gate_proj" in name:
+            writer.add_tensor(raw_name, random_blocks(raw_kind, *values.shape), raw_dtype=raw_kind)
+            continue
         writer.add_tensor(raw_name, gguf.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -194,6 +199,46 @@ def test_quantised_gguf_is_close(tmp_path: Path, folder: Path, kind: QuantType) 
     step = 0.02 if kind == QuantType.Q8_0 else 0.3  # of values of which the largest is near 3
     for name, tensor in loaded_tensors(tmp_path / "tiny.gguf").items():
         assert (tensor - expected[name]).abs().max() <= step * expected[name].abs().max(), name
+
+
+def random_blocks(kind: QuantType, rows: int, columns: int) -> np.ndarray:
+    """Bytes of a matrix in ``kind``: whatever they are, the format gives them a meaning."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(7)
+    return generator.integers(0, 256, (rows, columns // block * block_bytes), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"],
+)
+def test_every_gguf_type_equals_the_librarys(tmp_path: Path, kind: str) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "wide", hidden_size=256)
+    write_gguf(tmp_path / "tiny.gguf", folder, QuantType.F16, raw_kind=QuantType[kind])
+    source = GgufCheckpoint(tmp_path / "tiny.gguf")
+    raw = random_blocks(QuantType[kind], 64, 256)
+    if kind in ("F32", "F16"):
+        raw = raw.view(np.float32 if kind == "F32" else np.float16)
+    expected = torch.from_numpy(gguf.dequantize(raw, QuantType[kind]).astype(np.float32))
+    loaded = source.load("model.layers.0.mlp.gate_proj.weight", torch.float32)
+    assert torch.equal(loaded.view(torch.int32), expected.view(torch.int32))
+
+
+def test_gguf_with_any_byte_changed_loads_or_is_refused(tmp_path: Path, folder: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, folder, QuantType.Q8_0)
+    content = bytearray(path.read_bytes())
+    generator = np.random.default_rng(3)
+    header = content.index(b"token_embd") + 2000
+    loaded = 0
+    for place in generator.integers(4, header, 300):
+        before, content[place] = content[place], generator.integers(0, 256)
+        path.write_bytes(content)
+        content[place] = before
+        with contextlib.suppress(ConfigError):
+            load_model(path, torch.float32)
+            loaded += 1
+    assert 0 < loaded < 200
 
 
 def test_gguf_config_equals_the_folders(tmp_path: Path, folder: Path) -> None:
