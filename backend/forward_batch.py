@@ -34,7 +34,7 @@ class ForwardBatch:
     groups: tuple[GroupTables, ...]  # as in the model's KVLayout
     query_lens: list[int]  # [num_seqs], sums to num_tokens
     logits_indices: torch.Tensor  # int64 [num_samples]: rows of the hidden states to project
-    # int64 [num_seqs, max_blocks] of the first group, zeros: the forward pass adds the softmax
-    # weight that each block got from this step's queries, in all heads of the group's layers, in
-    # units of 1 / MASS_ONE. None: nobody asks.
+    # int64 [num_seqs, max_blocks] of the first group, zeros: the forward pass adds the attention
+    # mass (see kernels/attention_mass.py) that each block got from this step, in all heads
+    # of the group's layers. None: nobody asks.
     block_mass: torch.Tensor | None = None

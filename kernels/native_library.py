@@ -331,7 +331,7 @@ class NativeLibrary:
         """Causal attention as the reference's ``paged_attention``; returns the query's shape.
 
         To ``block_mass``, int64 [num_seqs, max_blocks], is added the attention that each block got,
-        over this call's queries and heads, in units of 1 / ``MASS_ONE``.
+        over this call's queries and heads (see ``attention_mass``).
         """
         check_cache(cache, query.dtype)
         assert query.shape[1:] == (heads.num_heads, heads.head_dim)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from shoal.kernels.attention_mass import sum_attention_mass
+from shoal.kernels.attention_mass import sum_block_mass
 from shoal.kernels.kv_quantization import dequantize_heads
 from shoal.kernels.layer_cache import LayerCache, as_copyable
 
@@ -120,10 +120,8 @@ def _add_block_mass(
     parts = zip(metadata.block_mass, queries, keys, metadata.context_lens, strict=True)
     for row, query, key, context_len in parts:
         seen = causal_mask(query.shape[2], key.shape[2], metadata.window, query.device)
-        mass = sum_attention_mass(query[0], key[0], seen, scale, softcap)
-        by_slot = mass.new_zeros(num_blocks * block_size)
-        by_slot[context_len - key.shape[2] : context_len] = mass
-        row += by_slot.view(num_blocks, block_size).sum(dim=-1)
+        first = context_len - key.shape[2]
+        row += sum_block_mass(query[0], key[0], seen, scale, softcap, first, block_size, num_blocks)
 
 
 def _gather(

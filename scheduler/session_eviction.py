@@ -66,8 +66,8 @@ class HeavyHitterPolicy:
     """Keeps the sinks, the recent blocks and, between them, those with the most attention mass.
 
     H2O (arXiv 2306.14048), by block instead of by token and head. Of equals the oldest goes. The
-    mass of before an eviction counts half after it: as a plain sum it would favour whatever came
-    early, and what it once kept would stay for good.
+    mass loses a quarter with each eviction: as a plain sum it would favour whatever came early, and
+    what it once kept would stay for good.
     """
 
     num_sink_blocks: int
@@ -84,7 +84,7 @@ class HeavyHitterPolicy:
 class SessionEviction:
     """The budget of one sequence and what its policy has to know. Owned by that sequence.
 
-    ``mass`` follows the compact table, block by block, and halves with each eviction.
+    ``mass`` follows the compact table, block by block, and loses a quarter with each eviction.
     """
 
     policy: SessionPolicy
@@ -113,7 +113,7 @@ class SessionEviction:
         """Choose blocks of a full table; their indices, ascending. The caller drops them."""
         dropped = self.policy.choose(self.mass, self.num_dropped)
         gone = set(dropped)
-        kept = [value // 2 for idx, value in enumerate(self.mass) if idx not in gone]
+        kept = [value * 3 // 4 for idx, value in enumerate(self.mass) if idx not in gone]
         self.mass = kept + [0] * len(dropped)
         return dropped
 

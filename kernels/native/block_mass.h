@@ -1,4 +1,5 @@
-// How much attention each block of a sequence got, for those who ask.
+// How much attention each block of a sequence got, for those who ask: the squares of the shares that
+// it had of each query's weights, head by head, as in attention_mass.py.
 #pragma once
 
 #include <cmath>
@@ -58,14 +59,18 @@ class MassScratch {
   // `mass_row` is the index of the sequence's first block in `mass`.
   void finish(const float* row_maxima, const float* totals, int64_t num_rows, int64_t mass_row,
               const BlockMass& mass) {
-    for (size_t i = 0; i < pieces_.size(); i++) {
+    for (size_t i = 0, next; i < pieces_.size(); i = next) {
+      for (next = i + 1; next < pieces_.size() && pieces_[next].block == pieces_[i].block;) next++;
       int64_t units = 0;
       for (int64_t row = 0; row < num_rows; row++) {
-        const float raw = sums_[row * num_pieces_ + i];
-        if (!(raw > 0.0f)) continue;  // unseen, or NaN: the sequence fails anyway
-        const float shrink = maxima_[row * num_spans_ + pieces_[i].span] - row_maxima[row];
-        const float weight = raw * exponential(splat(shrink))[0] / totals[row];
-        if (weight <= 1.5f) units += std::llrint(double(weight) * kMassOne);
+        float share = 0.0f;
+        for (size_t piece = i; piece < next; piece++) {
+          const float raw = sums_[row * num_pieces_ + piece];
+          if (!(raw > 0.0f)) continue;  // unseen, or NaN: the sequence fails anyway
+          const float shrink = maxima_[row * num_spans_ + pieces_[piece].span] - row_maxima[row];
+          share += raw * exponential(splat(shrink))[0] / totals[row];
+        }
+        if (share <= 1.5f) units += std::llrint(double(share) * share * kMassOne);
       }
       mass.add(mass_row + pieces_[i].block, units);
     }

@@ -49,8 +49,20 @@ def test_native_is_close_to_the_reference(
     context.reference(*MIXED, block_mass=expected)
     mass = native_mass(context, native, *MIXED)
     torch.testing.assert_close(mass / MASS_ONE, expected / MASS_ONE, rtol=1e-4, atol=1e-4)
-    query_lens = torch.tensor([end - begin for _, begin, end in MIXED])
-    torch.testing.assert_close(mass.sum(-1) / MASS_ONE, query_lens * float(heads[0]))
+    assert (mass.sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_mass_is_of_squared_shares(native: NativeLibrary, block_size: int) -> None:
+    """Where all keys weigh the same, a block's share is its part of the context."""
+    context = Context([70], torch.float32, block_size=block_size)
+    context.queries[0].zero_()
+    mass = native_mass(context, native, (0, 60, 70))[0] / MASS_ONE
+    lens = torch.arange(61, 71)
+    starts = torch.arange(len(mass))[:, None] * block_size
+    shares = (lens - starts).clamp(0, block_size) / lens
+    num_heads = context.queries[0].shape[1]
+    torch.testing.assert_close(mass.float(), num_heads * shares.square().sum(dim=1))
 
 
 def test_asking_changes_no_answer(native: NativeLibrary, dtype: torch.dtype) -> None:
@@ -102,9 +114,7 @@ class TestModel:
             NativeDecoder(load_model(folder, torch.float32).model, native), 20, 3, 1
         )
         torch.testing.assert_close(mass / MASS_ONE, expected / MASS_ONE, rtol=1e-3, atol=1e-4)
-        assert float(mass.sum() / MASS_ONE) == pytest.approx(
-            config.num_layers * config.num_heads, rel=1e-5
-        )
+        assert 0 < float(mass.sum() / MASS_ONE) < config.num_layers * config.num_heads
         assert not mass[0, 6:].any()
 
     @pytest.mark.parametrize("on_native", [False, True])

@@ -42,9 +42,9 @@ def test_mass_moves_up_with_its_block() -> None:
     eviction.observe([9, 3, 8, 1])
     eviction.observe([0, 0, 0, 1, 6])
     assert eviction.evict() == [1, 3]
-    assert eviction.mass == [4, 4, 3, 0, 0]  # halved: what was seen before counts less
+    assert eviction.mass == [6, 6, 4, 0, 0]  # what was seen before counts less
     eviction.observe([1, 1, 1, 1])
-    assert eviction.mass == [5, 5, 4, 1, 0]
+    assert eviction.mass == [7, 7, 5, 1, 0]
 
 
 def test_reset_forgets_the_mass() -> None:
