@@ -54,10 +54,10 @@ class GroupSummary:
 class RetryAfterSummary:
     """Of refused requests that were told when to retry.
 
-    The error is ``|Retry-After − true wait| / true wait``. The true wait is how long a client would
-    have stood in a line at the queue's door, where each place that comes free goes to the first:
-    a Retry-After that is right for everyone brings them back in that order. ``num_open``: still in
-    the line at the end of the run. Let refused clients retry to have few of these.
+    The error is ``|told − wait| / wait``: ``told`` at the first refusal, against the wait from then
+    until a retry was accepted, for clients that retry whenever they are told to. ``line_error`` has
+    another wait: how long a client would have stood in a line at the queue's door, where each place
+    that comes free goes to the first. ``num_open``: never accepted, so not in ``error``.
     """
 
     num_told: int
@@ -65,6 +65,7 @@ class RetryAfterSummary:
     num_open: int
     median_error: float | None
     p90_error: float | None
+    median_line_error: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +159,18 @@ def _group(name: str, records: Sequence[RequestRecord], tiers: dict[str, Tier]) 
 def _retry_after(records: Sequence[RequestRecord]) -> RetryAfterSummary | None:
     told: list[float] = []
     errors: list[float] = []
+    line_errors: list[float] = []
     for record in records:
         if record.retry_after_s is None or record.refused is None:
             continue
         told.append(record.retry_after_s)
-        if record.would_be_accepted is not None and record.would_be_accepted > record.refused:
-            wait = record.would_be_accepted - record.refused
-            errors.append(abs(record.retry_after_s - wait) / wait)
+        for accepted, into in (
+            (record.accepted, errors),
+            (record.would_be_accepted, line_errors),
+        ):
+            if accepted is not None and accepted > record.refused:
+                wait = accepted - record.refused
+                into.append(abs(record.retry_after_s - wait) / wait)
     if not told:
         return None
     return RetryAfterSummary(
@@ -173,6 +179,7 @@ def _retry_after(records: Sequence[RequestRecord]) -> RetryAfterSummary | None:
         num_open=len(told) - len(errors),
         median_error=float(np.median(errors)) if errors else None,
         p90_error=float(np.percentile(errors, 90)) if errors else None,
+        median_line_error=float(np.median(line_errors)) if line_errors else None,
     )
 
 

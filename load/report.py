@@ -197,12 +197,14 @@ def _total_rows(summary: Summary) -> list[tuple[str, str]]:
 def _retry_rows(retry: RetryAfterSummary) -> list[tuple[str, str]]:
     rows = [
         ("refusals with Retry-After", f"{retry.num_told:,}, median {retry.median_told_s:.2f} s"),
-        ("of these, no place by the end", f"{retry.num_open:,}"),
+        ("of these, never accepted", f"{retry.num_open:,}"),
     ]
     if retry.median_error is not None and retry.p90_error is not None:
         rows.append(
             ("error of Retry-After, p50 / p90", f"{retry.median_error:.1%} / {retry.p90_error:.1%}")
         )
+    if retry.median_line_error is not None:
+        rows.append(("the same against a line at the door, p50", f"{retry.median_line_error:.1%}"))
     return rows
 
 

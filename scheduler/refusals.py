@@ -3,7 +3,7 @@
 from shoal.scheduler.errors import RequestError
 
 MIN_RETRY_MS = 100
-MAX_RETRY_MS = 60_000
+MAX_RETRY_MS = 3_600_000
 _DRAINING_RETRY_MS = 5_000
 
 
