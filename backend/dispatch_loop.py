@@ -18,6 +18,7 @@ from shoal.backend.loop_status import LoopStatus
 from shoal.backend.messages import (
     AbortSequence,
     AddSequence,
+    CacheStatus,
     LoadProgress,
     MemoryStatus,
     ParityReport,
@@ -76,6 +77,7 @@ class DispatchLoop:
         self._steps_before = 0  # of workers that are gone
         self._preemptions_before = 0
         self._memory_before = MemoryStatus()
+        self._cache_before = CacheStatus()
         self._step_at = 0.0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -185,8 +187,8 @@ class DispatchLoop:
             case Submitted():
                 self._live[order.seq_id] = LiveRequest(order.seq_id, order.sink, order.at)
             case Rejected():
-                if order.was_full:
-                    self._dispatcher.note_refused()
+                if order.tier is not None:
+                    self._dispatcher.note_refused(order.tier, order.error.code, order.was_full)
                 self._fail(order.seq_id, order.error)
             case Cancelled():
                 self._cancel(order.seq_id)
@@ -337,6 +339,7 @@ class DispatchLoop:
             self._steps_before += self._worker_status.step
             self._preemptions_before += self._worker_status.num_preemptions
             self._memory_before = self._worker_status.memory.with_totals_of(self._memory_before)
+            self._cache_before = self._worker_status.cache.with_totals_of(self._cache_before)
             self._worker_status = None
         if event.was_ready:
             self._deliver(self._dispatcher.worker_dead(event.worker_id, now))
@@ -407,6 +410,7 @@ class DispatchLoop:
     def _publish(self, now: float) -> None:
         ready, worker = self._ready, self._worker_status
         memory = worker.memory if worker else MemoryStatus()
+        cache = worker.cache if worker else CacheStatus()
         self.status = LoopStatus(
             turn_at=now,
             worker_state=self._keeper.state,
@@ -419,6 +423,7 @@ class DispatchLoop:
             num_waiting=worker.num_waiting if worker else 0,
             num_preemptions=self._preemptions_before + (worker.num_preemptions if worker else 0),
             memory=memory.with_totals_of(self._memory_before),
+            cache=cache.with_totals_of(self._cache_before),
             num_queued=self._dispatcher.num_queued,
             num_live=len(self._live),
             worker_restarts=self._keeper.num_restarts,
@@ -429,9 +434,7 @@ class DispatchLoop:
             generation_tokens=self._generation_tokens,
             finished=dict(self._finished),
             drain=self._dispatcher.estimate(now),
-            num_shed=self._dispatcher.num_shed,
-            num_timeouts=self._dispatcher.num_timeouts,
-            num_made_way=self._dispatcher.num_preempted,
+            tiers=self._dispatcher.counts,
         )
 
 

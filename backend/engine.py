@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.backend.kv_mover import KVMover
-from shoal.backend.messages import AddSequence, MemoryStatus, WorkerStatus
+from shoal.backend.messages import AddSequence, CacheStatus, MemoryStatus, WorkerStatus
 from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.step_log import StepLog
 from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
@@ -156,6 +156,12 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             num_preemptions=self._scheduler.num_preemptions,
             memory=self._memory_status(),
+            cache=CacheStatus(
+                cached_blocks=self._scheduler.kv.num_cached_blocks,
+                num_query_tokens=self._scheduler.num_query_tokens,
+                num_hit_tokens=self._scheduler.num_hit_tokens,
+                num_evicted_blocks=self._scheduler.kv.num_evicted_blocks,
+            ),
         )
 
     def _move_only(self, output: SchedulerOutput) -> None:

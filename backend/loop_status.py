@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from shoal.backend.messages import MemoryStatus, ParityReport
+from shoal.backend.messages import CacheStatus, MemoryStatus, ParityReport
 from shoal.backend.worker_keeper import WorkerState
 from shoal.scheduler.drain import DrainEstimate
+from shoal.scheduler.tier_counts import TierCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class LoopStatus:
     num_waiting: int = 0
     num_preemptions: int = 0
     memory: MemoryStatus = MemoryStatus()
+    cache: CacheStatus = CacheStatus()
     num_queued: int = 0
     num_live: int = 0
     worker_restarts: int = 0
@@ -32,6 +34,13 @@ class LoopStatus:
     generation_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     drain: DrainEstimate = DrainEstimate()
-    num_shed: int = 0
-    num_timeouts: int = 0
-    num_made_way: int = 0  # preemptions for a higher tier, in the dispatcher
+    tiers: dict[str, TierCounts] = field(default_factory=dict)
+
+    @property
+    def num_shed(self) -> int:
+        return sum(counts.shed for counts in self.tiers.values())
+
+    @property
+    def num_made_way(self) -> int:
+        """Preemptions for a higher tier, in the dispatcher."""
+        return sum(counts.preempted for counts in self.tiers.values())

@@ -3,6 +3,8 @@
 One tagged union each way; both ends decode with a typed decoder, so nothing is ever unpickled.
 """
 
+from typing import Self
+
 import msgspec
 
 from shoal.scheduler.outputs import StepOutput
@@ -82,7 +84,17 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class MemoryStatus(msgspec.Struct, frozen=True):
+class _Totalled(msgspec.Struct, frozen=True):
+    """Of a worker; fields named ``num_`` are totals."""
+
+    def with_totals_of(self, before: Self) -> Self:
+        """This worker's state, with the totals of those before it added."""
+        names = [name for name in self.__struct_fields__ if name.startswith("num_")]
+        totals = {name: getattr(self, name) + getattr(before, name) for name in names}
+        return msgspec.structs.replace(self, **totals)
+
+
+class MemoryStatus(_Totalled, frozen=True):
     """How short the memory is that steps need, and what failed for want of it."""
 
     pressure: str = "calm"  # calm, high or critical
@@ -96,13 +108,14 @@ class MemoryStatus(msgspec.Struct, frozen=True):
     num_demoted_blocks: int = 0  # of cached prefixes, to the host
     num_promoted_blocks: int = 0  # and back
 
-    def with_totals_of(self, before: "MemoryStatus") -> "MemoryStatus":
-        """This worker's state, with the totals of those before it added."""
-        totals = {name: getattr(self, name) + getattr(before, name) for name in _MEMORY_TOTALS}
-        return msgspec.structs.replace(self, **totals)
 
+class CacheStatus(_Totalled, frozen=True):
+    """The cache of prefixes."""
 
-_MEMORY_TOTALS = [name for name in MemoryStatus.__struct_fields__ if name.startswith("num_")]
+    cached_blocks: int = 0
+    num_query_tokens: int = 0  # of new sequences, looked up
+    num_hit_tokens: int = 0  # of these, found
+    num_evicted_blocks: int = 0
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
@@ -114,6 +127,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     num_waiting: int
     num_preemptions: int
     memory: MemoryStatus = MemoryStatus()
+    cache: CacheStatus = CacheStatus()
 
 
 class StepResults(msgspec.Struct, frozen=True, tag=True):

@@ -2,9 +2,12 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from shoal.backend.messages import CacheStatus
+from shoal.scheduler.tier_counts import TierCounts
 
 PUBLISH_INTERVAL_S = 1.0
 
@@ -25,8 +28,11 @@ class ServiceCounts:
     failed_allocations: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    preemptions: int = 0
+    cache: CacheStatus = CacheStatus()
     requests: dict[str, int] = field(default_factory=dict)  # by finish reason
     parity_ok: bool | None = None  # of the self-test; None: not run
+    tiers: dict[str, TierCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,36 @@ _METRICS = (
         lambda c: c.failed_allocations,
     ),
     _Metric(
+        "shoal_preemptions_total",
+        "Sequences that lost their KV blocks for want of room",
+        True,
+        lambda c: c.preemptions,
+    ),
+    _Metric(
+        "shoal_prefix_query_tokens_total",
+        "Prompt tokens looked up among the cached prefixes",
+        True,
+        lambda c: c.cache.num_query_tokens,
+    ),
+    _Metric(
+        "shoal_prefix_hit_tokens_total",
+        "Of these, tokens found",
+        True,
+        lambda c: c.cache.num_hit_tokens,
+    ),
+    _Metric(
+        "shoal_prefix_evicted_blocks_total",
+        "Cached blocks given up for want of room",
+        True,
+        lambda c: c.cache.num_evicted_blocks,
+    ),
+    _Metric(
+        "shoal_prefix_cached_blocks",
+        "Blocks that cached prefixes hold",
+        False,
+        lambda c: c.cache.cached_blocks,
+    ),
+    _Metric(
         "shoal_prompt_tokens_total",
         "Prompt tokens of accepted requests",
         True,
@@ -70,8 +106,92 @@ _METRICS = (
         "shoal_generation_tokens_total", "Generated tokens", True, lambda c: c.generation_tokens
     ),
 )
-_REQUESTS = "shoal_requests_total"
 _PARITY = "shoal_parity_ok"
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """A family with labels, and its counts by their values.
+
+    The values of a label are few: reasons are codes of ours, tiers those of the settings.
+    """
+
+    name: str
+    description: str
+    labels: tuple[str, ...]
+    read: Callable[[ServiceCounts], Iterator[tuple[tuple[str, ...], int]]]
+
+
+def _by_tier(field_name: str) -> Callable[[ServiceCounts], Iterator[tuple[tuple[str, ...], int]]]:
+    def read(counts: ServiceCounts) -> Iterator[tuple[tuple[str, ...], int]]:
+        for tier, of_tier in counts.tiers.items():
+            yield (tier,), getattr(of_tier, field_name)
+
+    return read
+
+
+def _refused(counts: ServiceCounts) -> Iterator[tuple[tuple[str, ...], int]]:
+    for tier, of_tier in counts.tiers.items():
+        for code, number in of_tier.refused.items():
+            yield (tier, code), number
+
+
+def _targets(what: str) -> Callable[[ServiceCounts], Iterator[tuple[tuple[str, ...], int]]]:
+    def read(counts: ServiceCounts) -> Iterator[tuple[tuple[str, ...], int]]:
+        for tier, of_tier in counts.tiers.items():
+            for met in ("met", "missed"):
+                yield (tier, met), getattr(of_tier, f"{what}_{met}")
+
+    return read
+
+
+_LABELLED = (
+    _Labelled(
+        "shoal_requests_total",
+        "Finished requests by finish reason",
+        ("finish_reason",),
+        lambda c: (((reason,), number) for reason, number in c.requests.items()),
+    ),
+    _Labelled(
+        "shoal_requests_refused_total",
+        "Requests that were not taken, by error code",
+        ("tier", "reason"),
+        _refused,
+    ),
+    _Labelled(
+        "shoal_requests_shed_total", "Queued requests that made way", ("tier",), _by_tier("shed")
+    ),
+    _Labelled(
+        "shoal_requests_timed_out_total",
+        "Requests whose timeout was over",
+        ("tier",),
+        _by_tier("timed_out"),
+    ),
+    _Labelled(
+        "shoal_requests_preempted_total",
+        "Times a running request made way for a higher tier",
+        ("tier",),
+        _by_tier("preempted"),
+    ),
+    _Labelled(
+        "shoal_requests_replayed_total",
+        "Times a request was queued again as its worker died",
+        ("tier",),
+        _by_tier("replayed"),
+    ),
+    _Labelled(
+        "shoal_ttft_target_total",
+        "Requests with a first token within the tier's target, and later",
+        ("tier", "result"),
+        _targets("ttft"),
+    ),
+    _Labelled(
+        "shoal_tpot_target_total",
+        "Finished requests with a time per token within the tier's target, and longer",
+        ("tier", "result"),
+        _targets("tpot"),
+    ),
+)
 
 
 class MetricsPublisher:
@@ -119,7 +239,8 @@ class MetricsPublisher:
         for metric in _METRICS:
             self._add_family(metric.name, metric.description, metric.counter)
             self._metrics[metric.name] = self._families[metric.name].Metric(labels=self._labels)
-        self._add_family(_REQUESTS, "Finished requests by finish reason", True)
+        for family in _LABELLED:
+            self._add_family(family.name, family.description, True)
 
     def _add_family(self, name: str, description: str, counter: bool) -> None:
         kind = self._family_type.COUNTER if counter else self._family_type.GAUGE
@@ -131,12 +252,18 @@ class MetricsPublisher:
             self._write(metric.name, metric.read(counts), metric.counter)
         if counts.parity_ok is not None:
             self._publish_parity(counts.parity_ok)
-        for reason, number in counts.requests.items():
-            key = f"{_REQUESTS}.{reason}"
-            if key not in self._metrics:
-                labels = {**self._labels, "finish_reason": reason}
-                self._metrics[key] = self._families[_REQUESTS].Metric(labels=labels)
-            self._write(key, number, counter=True)
+        for family in _LABELLED:
+            for values, number in family.read(counts):
+                self._write_labelled(family, values, number)
+
+    def _write_labelled(self, family: _Labelled, values: tuple[str, ...], number: int) -> None:
+        key = ".".join((family.name, *values))
+        if key not in self._metrics:
+            if not number:
+                return
+            labels = {**self._labels, **dict(zip(family.labels, values, strict=True))}
+            self._metrics[key] = self._families[family.name].Metric(labels=labels)
+        self._write(key, number, counter=True)
 
     def _publish_parity(self, ok: bool) -> None:
         """There is no such metric before a self-test has run: no answer is not a no."""

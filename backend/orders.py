@@ -7,6 +7,7 @@ from shoal.backend.chunk import Chunk
 from shoal.backend.intake import PreparedRequest
 from shoal.backend.request_class import RequestClass
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.tiers import Tier
 
 Sink = Callable[[Chunk], None]
 
@@ -32,6 +33,7 @@ class Prepared:
 class Rejected:
     seq_id: int
     error: RequestError
+    tier: Tier | None = None  # set where the queue's state was the reason
     was_full: bool = False  # refused by a drain estimate, which then has one more to retry
 
 

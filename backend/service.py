@@ -130,10 +130,15 @@ class Service:
         loop.post(Submitted(seq_id, sink, time.monotonic()))
         try:
             request_class = classify(raw, self._tiers)
+        except RequestError as error:
+            loop.post(Rejected(seq_id, error))
+            return seq_id
+        try:
             self._check_queue(request_class)
             self._enter_intake()
         except RequestError as error:
-            loop.post(Rejected(seq_id, error, was_full=error.code == "queue_full"))
+            was_full = error.code == "queue_full"
+            loop.post(Rejected(seq_id, error, request_class.tier, was_full))
             return seq_id
         try:
             self._pool.submit(self._prepare, seq_id, raw, request_class)
@@ -164,6 +169,8 @@ class Service:
             "num_live": status.num_live,
             "num_preemptions": status.num_preemptions,
             **msgspec.to_builtins(status.memory),
+            **msgspec.to_builtins(status.cache),
+            "tiers": msgspec.to_builtins(status.tiers),
             "worker_restarts": status.worker_restarts,
             "max_model_len": status.max_model_len,
             "max_num_seqs": status.max_num_seqs,
@@ -185,8 +192,11 @@ class Service:
             failed_allocations=status.memory.num_failed_allocations,
             prompt_tokens=status.prompt_tokens,
             generation_tokens=status.generation_tokens,
+            preemptions=status.num_preemptions,
+            cache=status.cache,
             requests=status.finished,
             parity_ok=None if status.parity is None else status.parity.ok,
+            tiers=status.tiers,
         )
 
     def stop(self, drain_s: float) -> None:

@@ -179,4 +179,6 @@ def read_heartbeat(response: Any) -> Heartbeat | None:
             fields[name] = kind(value)
     if isinstance(payload.get("self_test"), dict):
         fields["self_test"] = payload["self_test"]
+    if isinstance(payload.get("tiers"), dict):
+        fields["tiers"] = payload["tiers"]
     return Heartbeat(**fields)

@@ -1,7 +1,7 @@
 """What the SDK gives back: plain typed results."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -97,6 +97,11 @@ class Heartbeat:
     num_restores: int = 0  # and back
     num_demoted_blocks: int = 0  # of cached prefixes, to the host
     num_promoted_blocks: int = 0  # and back
+    cached_blocks: int = 0  # that cached prefixes hold
+    num_query_tokens: int = 0  # of prompts, looked up among the cached prefixes
+    num_hit_tokens: int = 0  # of these, found
+    num_evicted_blocks: int = 0  # of cached prefixes
+    tiers: dict[str, dict[str, Any]] = field(default_factory=dict)  # totals by tier
     worker_restarts: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 0

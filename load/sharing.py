@@ -23,6 +23,7 @@ from shoal.load.report import markdown_table
 from shoal.load.scheduler_cost import cpu_name
 
 CONCURRENCY = 16
+MEAN_OUTPUTS = 10
 HEAVY_FACTOR = 10
 LIGHT_LOAD = 0.15  # of what the server can do
 TIERS = {"interactive": {"weight": 8}, "standard": {"weight": 2}, "batch": {"weight": 1}}
@@ -36,7 +37,7 @@ Report = Annotated[Path | None, typer.Option(help="Write Markdown there.")]
 
 
 def make_request(draw: random.Random, at: float, **whose: str) -> LiveRequest:
-    return LiveRequest(at, draw.randint(20, 180), draw.randint(16, 48), **whose)
+    return LiveRequest(at, draw.randint(16, 96), draw.randint(4, 16), **whose)
 
 
 @app.command()
@@ -92,16 +93,7 @@ def tiers(
         with live_server(port, policy=policy, tiers=TIERS, max_num_seqs=CONCURRENCY) as open_port:
             client = LiveClient(open_port, MODEL)
             rate = TIER_LOAD * saturation(client, open_port) / len(TIERS)
-            requests = [
-                request
-                for name in TIERS
-                for request in poisson(
-                    name,
-                    rate,
-                    seconds,
-                    lambda draw, at, name=name: make_request(draw, at, slo_class=name),
-                )
-            ]
+            requests = [request for name in TIERS for request in _of_tier(name, rate, seconds)]
             records = asyncio.run(client.run(requests, until=seconds))
     except RuntimeError as error:
         sys.exit(f"error: {error}")
@@ -116,12 +108,16 @@ def tiers(
             ),
             "",
             f"p50 of the highest / of the lowest tier: {p50[0] / p50[1]:.3f}. {rate:.2f} "
-            "requests/s of each tier; only requests with a first token in the time of the load count.",
+            "requests/s of each tier; only first tokens in the time of the load count.",
         ],
         report,
         "Tiers at saturation, on the real server",
         f"tiers --policy {policy}",
     )
+
+
+def _of_tier(name: str, rate: float, seconds: float) -> list[LiveRequest]:
+    return poisson(name, rate, seconds, lambda draw, at: make_request(draw, at, slo_class=name))
 
 
 _HEADER = ("who", "requests", "with a token", "TTFT p50, s", "p95, s")
@@ -137,7 +133,7 @@ def saturation(client: LiveClient, port: int) -> float:
         client.run_closed(lambda: make_request(draw, 0.0), CONCURRENCY + 4, seconds)
     )
     wait_idle(port)
-    rate = tokens_in(records, seconds / 3, seconds) / (seconds * 2 / 3) / 32
+    rate = tokens_in(records, seconds / 3, seconds) / (seconds * 2 / 3) / MEAN_OUTPUTS
     if not rate:
         raise RuntimeError("the server gave no token in 15 s.")
     return rate
@@ -173,7 +169,7 @@ def _show(lines: list[str], report: Path | None, title: str, command: str) -> No
     head = (
         f"# {title}\n\n`python -m shoal.load.sharing {command} --report {report}` makes this page: "
         f"SmolLM2-135M behind Triton and the OpenAI endpoint, {CONCURRENCY} slots, client and "
-        f"server on one machine ({cpu_name()}). Prompts of 20 to 180 random tokens, 16 to 48 "
+        f"server on one machine ({cpu_name()}). Prompts of 16 to 96 random tokens, 4 to 16 "
         "outputs, Poisson arrivals, the same in both loads.\n\n"
     )
     report.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")

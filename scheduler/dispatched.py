@@ -29,6 +29,7 @@ class DispatchedSequence:
     fork_of: int | None = None  # seq_id of another choice of the same request, sent before it
     num_replays: int = 0  # worker deaths since its last token
     worker_id: int | None = None  # None: queued
+    first_token_at: float | None = None  # seconds
     handed_over: float = 0.0  # seconds, when worker_id is set
     preempted_from: int | None = None  # worker_id, until it is handed over again
 

@@ -15,6 +15,7 @@ from shoal.scheduler.policies import DECODE_WEIGHT, Ticket, make_policy
 from shoal.scheduler.preemption import PreemptionConfig, Preemptor
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import FinishReason
+from shoal.scheduler.tier_counts import TierCounts
 from shoal.scheduler.tiers import DEFAULT_TENANT, DEFAULT_TIER, TenantTable, Tier, TierTable
 from shoal.scheduler.worker_ledger import WorkerCapacity, WorkerLedger, WorkerLoad
 
@@ -82,9 +83,24 @@ class Dispatcher:
         self._deadlines: LazyHeap[DispatchedSequence] = LazyHeap()
         self._aborts: list[Command] = []  # to go out with the next poll
         self._num_added = 0
-        self.num_shed = 0
-        self.num_timeouts = 0
-        self.num_preempted = 0
+        self._counts = {name: TierCounts() for name in config.tiers.names}
+
+    @property
+    def counts(self) -> dict[str, TierCounts]:
+        """What became of the requests of each tier so far; copies."""
+        return {name: counts.copy() for name, counts in self._counts.items()}
+
+    @property
+    def num_shed(self) -> int:
+        return sum(counts.shed for counts in self._counts.values())
+
+    @property
+    def num_timeouts(self) -> int:
+        return sum(counts.timed_out for counts in self._counts.values())
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(counts.preempted for counts in self._counts.values())
 
     @property
     def num_live(self) -> int:
@@ -131,15 +147,19 @@ class Dispatcher:
         assert prompt_token_ids, "an empty prompt passed intake"
         tier = self.config.tiers.get(slo_class)
         num_tokens = len(prompt_token_ids)
-        if self.is_draining:
-            raise refusals.draining()
-        if not self._fleet.can_ever_fit(num_tokens):
-            raise self._fleet.too_long(num_tokens)
-        self._admission.check_tenant(tenant, num_tokens + (sampling.max_tokens or 0))
         arrival = now if arrival is None else arrival
-        if timeout_s is not None:
-            self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now)
-        deliveries = self._make_place(tenant, tier, num_tokens)
+        try:
+            if self.is_draining:
+                raise refusals.draining()
+            if not self._fleet.can_ever_fit(num_tokens):
+                raise self._fleet.too_long(num_tokens)
+            self._admission.check_tenant(tenant, num_tokens + (sampling.max_tokens or 0))
+            if timeout_s is not None:
+                self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now)
+            deliveries = self._make_place(tenant, tier, num_tokens)
+        except RequestError as error:
+            self._counts[tier.name].refused[error.code] += 1
+            raise
         ticket = Ticket(
             seq_id,
             self._num_added,
@@ -178,9 +198,11 @@ class Dispatcher:
             work_by_tenant=dict(estimate.work_by_tenant),
         )
 
-    def note_refused(self) -> None:
-        """Count a request that was refused elsewhere, by an estimate of a full queue."""
-        self._admission.note_refused()
+    def note_refused(self, tier: Tier, code: str, was_full: bool) -> None:
+        """Count a request that was refused elsewhere; ``was_full``: it was told when to retry."""
+        self._counts[tier.name].refused[code] += 1
+        if was_full:
+            self._admission.note_refused()
 
     def expire(self, now: float) -> list[Delivery]:
         """End the sequences whose time is over; workers are told with the next poll."""
@@ -189,7 +211,7 @@ class Dispatcher:
             if self._deadlines.key_of(sequence.seq_id) > now:
                 break
             assert sequence.timeout_s is not None
-            self.num_timeouts += 1
+            self._counts_of(sequence).timed_out += 1
             deliveries.append(
                 self._fail_and_abort(sequence, refusals.timed_out(sequence.timeout_s))
             )
@@ -237,6 +259,7 @@ class Dispatcher:
             sequence.worker_id = None
             self._admission.tenants.end_service(sequence.ticket.tenant)
             sequence.num_replays += 1
+            self._counts_of(sequence).replayed += 1
             self._enqueue(sequence, now)
             if sequence.num_replays > self.config.max_replays:
                 message = (
@@ -320,6 +343,10 @@ class Dispatcher:
         if token is not None:
             sequence.token_ids.append(token.token_id)
             sequence.num_replays = 0
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+                ttft_s = now - sequence.arrival
+                self._counts_of(sequence).note_first_token(sequence.ticket.tier, ttft_s)
             self._note_token(worker, sequence, output)
         reason = output.finish_reason
         if reason is FinishReason.ERROR:
@@ -330,6 +357,9 @@ class Dispatcher:
             )
         if reason is not None:
             self._admission.note_finished(sequence.num_output_tokens, now - sequence.handed_over)
+            if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
+                tpot_s = (now - sequence.first_token_at) / (sequence.num_output_tokens - 1)
+                self._counts_of(sequence).note_finished(sequence.ticket.tier, tpot_s)
             self._drop_everywhere(sequence)
         elif token is None:
             return None
@@ -416,7 +446,7 @@ class Dispatcher:
         self._admission.tenants.end_service(sequence.ticket.tenant)
         sequence.preempted_from = worker.worker_id
         sequence.ticket.boost += 1
-        self.num_preempted += 1
+        self._counts_of(sequence).preempted += 1
         self._enqueue(sequence, now)
 
     def _drop_everywhere(self, sequence: DispatchedSequence) -> None:
@@ -453,6 +483,9 @@ class Dispatcher:
             self._aborts.append(Abort(sequence.worker_id, sequence.seq_id))
         return self._fail(sequence, error)
 
+    def _counts_of(self, sequence: DispatchedSequence) -> TierCounts:
+        return self._counts[sequence.ticket.tier.name]
+
     def _take_aborts(self) -> list[Command]:
         aborts, self._aborts = self._aborts, []
         return aborts
@@ -460,7 +493,8 @@ class Dispatcher:
     def _make_place(self, tenant: str, tier: Tier, num_tokens: int) -> list[Delivery]:
         """Shed what a new sequence needs gone. Raises RequestError when the queue stays full."""
         victims = self._admission.make_place(tenant, tier, num_tokens)
-        self.num_shed += len(victims)
+        for victim in victims:
+            self._counts[victim.tier.name].shed += 1
         return [
             self._fail(
                 self._sequences[victim.seq_id], refusals.shed(self._admission.next_retry_ms())
@@ -470,7 +504,7 @@ class Dispatcher:
 
     def _check_deadline(self, tenant: str, tier: Tier, timeout_s: float, left_s: float) -> None:
         if left_s <= 0:
-            self.num_timeouts += 1
+            self._counts[tier.name].timed_out += 1
             raise refusals.timed_out(timeout_s)
         wait_s = self._estimate().wait_s(tenant, tier)
         if wait_s > left_s:

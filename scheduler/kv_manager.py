@@ -73,6 +73,11 @@ class KVCacheManager:
         return self.prefix_tree.num_blocks if self.prefix_tree else 0
 
     @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks that the prefix tree gave up so far."""
+        return self.prefix_tree.num_evicted if self.prefix_tree else 0
+
+    @property
     def max_num_tokens(self) -> int:
         """The longest sequence that the whole pool can hold."""
         return self.pool.num_blocks * self.pool.block_size

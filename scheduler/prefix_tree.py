@@ -91,6 +91,7 @@ class PrefixTree:
         self.block_size = block_size
         self.policy = policy
         self.num_blocks = 0
+        self.num_evicted = 0  # blocks, so far
         self.num_evictable = 0
         self._clock = clock
         self._on_demote = on_demote
@@ -234,6 +235,7 @@ class PrefixTree:
                 heappop(self._heap)
                 continue
             self._take_tail(node, num_blocks - len(evicted), evicted, now)
+        self.num_evicted += len(evicted)
         return evicted
 
     def block_ids(self) -> list[int]:

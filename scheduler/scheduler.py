@@ -95,6 +95,8 @@ class Scheduler:
         self._max_num_running = min(config.max_num_seqs, most_running or config.max_num_seqs)
         self.pace = StepPace()  # fed by whoever runs the steps
         self.num_preemptions = 0
+        self.num_query_tokens = 0  # of new sequences, looked up among the cached prefixes
+        self.num_hit_tokens = 0  # of these, found
         self.limits = StepLimits(config.max_num_batched_tokens)  # lower while memory is short
         self._turn = 0
         self._num_arrivals = 0
@@ -290,6 +292,8 @@ class Scheduler:
                 restored.append(came_back)
             if sequence.status is SequenceStatus.WAITING:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
+                self.num_query_tokens += sequence.num_tokens
+                self.num_hit_tokens += sequence.num_cached_tokens
             spare -= num_blocks
             self._waiting.remove(sequence)
             self.kv.order_copies(copies)
