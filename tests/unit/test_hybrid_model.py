@@ -1,16 +1,24 @@
 """A model of sliding and full layers through scheduler, prefix cache and paged caches."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from builders import make_scheduler, make_sequence
 from tiny_checkpoint import write_tiny_checkpoint
-from tiny_runs import BLOCK_SIZE, CPU, make_kv_cache
+from tiny_runs import BLOCK_SIZE, CPU, generate, make_kv_cache
 
+from shoal.backend.engine_builder import build_engine
+from shoal.backend.engine_config import EngineConfig
+from shoal.backend.messages import AddSequence
 from shoal.backend.model_runner import ModelRunner
+from shoal.backend.models.native_decoder import NativeDecoder
+from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
+from shoal.kernels.native_library import load_native
 from shoal.scheduler.eviction import LruPolicy
+from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.scheduler import Scheduler
 from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.window_blocks import most_window_blocks
@@ -20,8 +28,8 @@ BUDGET = 16
 ENOUGH = most_window_blocks(WINDOW, BLOCK_SIZE, 4, BUDGET)
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
+@pytest.fixture(scope="module", params=["reference", "native"])
+def gemma(request, tmp_path_factory):
     folder = write_tiny_checkpoint(
         tmp_path_factory.mktemp("gemma"),
         architectures=["Gemma3ForCausalLM"],
@@ -31,7 +39,10 @@ def gemma(tmp_path_factory):
         sliding_window=WINDOW,
         query_pre_attn_scalar=8,
     )
-    return load_model(folder, torch.float32)
+    loaded = load_model(folder, torch.float32)
+    if request.param == "reference":
+        return loaded
+    return replace(loaded, model=NativeDecoder(loaded.model, load_native(kernels_dir())))
 
 
 class Recorder:
@@ -126,4 +137,58 @@ def test_the_same_logits_cached_chunked_and_preempted(
     assert found.keys() == expected.keys()
     for key, row in expected.items():
         assert torch.isfinite(row).all()
-        torch.testing.assert_close(found[key], row, rtol=1e-4, atol=1e-4)
+        if isinstance(gemma.model, NativeDecoder):
+            assert torch.equal(found[key], row)
+        else:
+            torch.testing.assert_close(found[key], row, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_forked_choices_have_the_texts_that_they_have_alone(gemma, cached: bool):
+    def choices() -> list[Sequence]:
+        return [make_sequence(idx, 30, prompt_seed=0, seed=idx, max_tokens=20) for idx in range(3)]
+
+    options = {"num_blocks": 64, "max_num_batched_tokens": 12, "windows": [(WINDOW, 64)]}
+    alone = {}
+    for sequence in choices():
+        alone |= generate(gemma, [sequence], **options).texts
+    eviction = LruPolicy() if cached else None
+    forked = generate(gemma, choices(), forks_of=0, prefix_eviction=eviction, **options)
+    assert forked.texts == alone
+
+
+def test_an_engine_from_settings_runs_long_texts_in_few_window_blocks(tmp_path):
+    write_tiny_checkpoint(
+        tmp_path,
+        architectures=["Gemma3ForCausalLM"],
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+        max_position_embeddings=512,
+        eos_token_id=None,
+    )
+    config = EngineConfig(
+        weights=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=200,
+        max_num_seqs=2,
+        max_num_batched_tokens=BUDGET,
+        num_threads=1,
+    )
+    engine, ready = build_engine(config, lambda phase, done, total: None)
+    assert (ready.num_blocks, ready.max_model_len) == (200, 512)
+    sampling = SamplingParams(temperature=0.0, max_tokens=150)
+    prompt = list(range(5, 95))
+    for seq_id in range(2):
+        engine.add(AddSequence(seq_id, prompt, len(prompt), sampling))
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    while engine.has_unfinished:
+        for output in engine.step():
+            assert output.error is None
+            texts[output.seq_id].append(output.token.token_id)
+    assert len(texts[0]) == 150
+    assert texts[0] == texts[1]
+    assert engine.status.num_preemptions == 0
+    assert engine.status.free_blocks == 200
