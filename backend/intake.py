@@ -14,7 +14,7 @@ from shoal.backend.structured_output import take_grammar, unusable_grammar
 from shoal.backend.text.chat_template import ChatTemplate, parse_messages
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.scheduler.errors import RequestError
-from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.sampling_params import MAX_CHOICES, SamplingParams
 from shoal.scheduler.session_eviction import LRU
 
 MAX_PROMPT_BYTES = 4 * 1024 * 1024  # whatever the context length
@@ -90,6 +90,7 @@ class Intake:
         vocab_size: int,
         default_sampling: Mapping[str, Any] | None = None,
         grammars: GrammarCompiler | None = None,
+        max_choices: int = MAX_CHOICES,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -97,6 +98,7 @@ class Intake:
         self._vocab_size = vocab_size
         self._default_sampling = dict(default_sampling or {})
         self._grammars = grammars
+        self._max_choices = max_choices
 
     def prepare(self, raw: RawRequest) -> PreparedRequest:
         """Validate, apply the chat template, tokenise, fill in max_tokens and seed."""
@@ -183,6 +185,8 @@ class Intake:
             _check_free_end(sampling)
             self._compile(grammar)
             sampling = replace(sampling, grammar=grammar)
+        if sampling.n > self._max_choices:
+            raise RequestError(f"n must be in [1, {self._max_choices}].", param="n")
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         return sampling, metadata

@@ -35,6 +35,7 @@ from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.drain import DrainEstimate
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.preemption import PreemptionConfig
+from shoal.scheduler.sampling_params import MAX_CHOICES
 
 # Tokenising releases the GIL; two threads keep one long prompt from holding up all others.
 NUM_INTAKE_THREADS = 2
@@ -121,6 +122,7 @@ class Service:
             GrammarCompiler(
                 lambda: text.tokenizer, loop.ready.vocab_size, loop.ready.eos_token_ids
             ),
+            max_choices=min(MAX_CHOICES, self._config.max_queued_requests),
         )
 
     def submit(self, raw: RawRequest, sink: Callable[[Chunk], None]) -> int:

@@ -118,12 +118,23 @@ def test_a_queue_without_room_for_all_takes_none(tmp_path: Path) -> None:
     workers = ScriptedWorkers(WorkerScript(max_num_seqs=1))
     workers.running.clear()
     with serving(workers, tmp_path, max_queued_requests=3) as running:
-        refused = ask(running, max_tokens=4, n=4)
+        first = ask(running, max_tokens=4, n=3)
+        until(lambda: len(added(workers)) == 1)  # and two are queued
+        refused = ask(running, max_tokens=4, n=2)
         assert refused.ended.wait(20)
         assert refused.chunks[-1].error is not None
         assert refused.chunks[-1].error.status == 429
         workers.running.set()
+        assert sorted(by_index(first)) == [0, 1, 2]
         assert ask(running, max_tokens=4, n=3).ended.wait(20)
+
+
+def test_more_choices_than_can_ever_queue_are_refused_for_good(tmp_path: Path) -> None:
+    with serving(ScriptedWorkers(), tmp_path, max_queued_requests=3) as running:
+        refused = ask(running, max_tokens=4, n=4)
+        assert refused.ended.wait(20)
+        assert refused.chunks[-1].error is not None
+        assert (refused.chunks[-1].error.status, refused.chunks[-1].error.param) == (400, "n")
 
 
 def test_all_choices_survive_a_dead_worker(tmp_path: Path) -> None:

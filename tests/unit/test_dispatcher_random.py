@@ -58,9 +58,13 @@ class SimulatedWorker:
             self.scheduler.abort(command.seq_id)
             return
         sent = command.sequence
-        self.scheduler.add(
-            Sequence(sent.seq_id, list(sent.token_ids), sent.num_prompt_tokens, sent.sampling)
+        sequence = Sequence(
+            sent.seq_id, list(sent.token_ids), sent.num_prompt_tokens, sent.sampling
         )
+        if sent.fork_of is None:
+            self.scheduler.add(sequence)
+        else:
+            self.scheduler.fork(sent.fork_of, sequence)
 
     def step(self) -> bool:
         """Run a step; False when the process died in it, its outputs unsent."""
@@ -120,6 +124,7 @@ class Simulation:
         self.num_asked = 0
         self.refusals: list[RequestError] = []
         self.has_timeouts = False
+        self.has_forks = False  # they wait, on a worker, for what they share
         self.num_started = 0
         self.num_killed = 0
 
@@ -139,6 +144,8 @@ class Simulation:
                 tenant=self.rng.choice(["red", "green", "blue"]),
                 slo_class=self.rng.choice(TIERS.names),
                 timeout_s=self.rng.choice([*[None] * 9, 40.0]) if self.has_timeouts else None,
+                # All prompts begin alike.
+                fork_of=self.rng.choice([None, seq_id - 1, seq_id - 3]) if self.has_forks else None,
             )
         except RequestError as error:
             self.refusals.append(error)
@@ -237,6 +244,7 @@ def test_nothing_is_lost_or_doubled(seed: int) -> None:
     rng = random.Random(seed)
     # Crashes here are nobody's fault, so replays must not run out.
     simulation = Simulation(rng, rng.choice([1, 1, 3]), rng.choice([4, 10, 40]), 10_000)
+    simulation.has_forks = True
     for _ in range(1500):
         if rng.random() < 0.3:
             simulation.add()
