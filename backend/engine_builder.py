@@ -77,7 +77,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         loaded.config.eos_token_ids,
     )
     grammars = GrammarMatchers(compiler, 2 * config.max_num_seqs)
-    runner = ModelRunner(model, kv_cache, device, guard, mover, grammars=grammars)
+    runner = ModelRunner(model, kv_cache, device, guard, mover, grammars=grammars, native=native)
     parity = test_at_start(config, model, kv_cache, dtype, native is not None, progress)
     ready = WorkerReady(
         num_blocks=size.num_blocks,

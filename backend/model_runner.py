@@ -17,6 +17,7 @@ from shoal.backend.kv_mover import KVMover
 from shoal.backend.logits_rows import LogitsRows, ScoredTokens
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, describe_token, sample
+from shoal.kernels.native_library import NativeLibrary
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
 from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.transfers import only_device_copies
@@ -48,6 +49,7 @@ class ModelRunner:
         guard: PressureGuard | None = None,
         mover: KVMover | None = None,
         grammars: GrammarMatchers | None = None,
+        native: NativeLibrary | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -55,6 +57,7 @@ class ModelRunner:
         self._guard = guard
         self._mover = mover
         self._grammars = grammars
+        self._native = native
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunResult:
@@ -107,7 +110,8 @@ class ModelRunner:
         whole = [i for i, item in enumerate(sequences) if item.seq_id not in result.failed]
         if len(whole) < len(sequences):
             logits, sequences = logits[whole], [sequences[row] for row in whole]
-        for sequence, token in zip(sequences, sample(logits, sequences, allowed), strict=True):
+        tokens = sample(logits, sequences, allowed, self._native)
+        for sequence, token in zip(sequences, tokens, strict=True):
             _record(result, sequence, token)
 
     def _allowed_tokens(

@@ -17,6 +17,7 @@ import torch
 
 from shoal.backend.logits_processors import AllowedTokens, process_logits
 from shoal.backend.philox import NUM_RANDOM_BITS, random_bits
+from shoal.kernels.native_library import NativeLibrary, SampleParams
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sequence import Sequence
 
@@ -40,29 +41,70 @@ def sample(
     logits: torch.Tensor,  # float32 [num_samples, vocab_size], left unchanged
     sequences: list[Sequence],  # one a row
     allowed_tokens: AllowedTokens = _NONE_ALLOWED,
+    native: NativeLibrary | None = None,
 ) -> list[SampledToken | SampleError]:
-    """Choose the next token of each sequence; those with a grammar need their allowed tokens."""
+    """Choose the next token of each sequence; those with a grammar need their allowed tokens.
+
+    The native kernels do it in one call. Their sums of floats have another order, so about one draw
+    in a million falls on a neighbouring token; the rest is the same.
+    """
     if logits.device.type == "mps":  # sampling there would need 64-bit types that it lacks
         logits = logits.cpu()
     allowed = process_logits(logits, sequences, allowed_tokens)
-    best_logits, best_ids = allowed.max(dim=-1)  # the lowest id where logits tie
-    usable = torch.isfinite(best_logits).tolist()  # the maximum of a row with NaN is NaN
-    token_ids: list[int] = best_ids.tolist()
-    drawn_rows = [
-        row
-        for row, sequence in enumerate(sequences)
-        if usable[row] and not sequence.sampling.greedy
-    ]
-    if drawn_rows:
-        drawn = [sequences[row] for row in drawn_rows]
-        for row, token_id in zip(drawn_rows, _draw(allowed[drawn_rows], drawn), strict=True):
-            token_ids[row] = token_id
+    if native is None:
+        token_ids = _choose(allowed, sequences)
+    else:
+        token_ids = _choose_natively(allowed, sequences, native)
     return [
         describe_token(logits[row], sequence.sampling.logprobs, token_ids[row])
-        if usable[row]
+        if token_ids[row] >= 0
         else SampleError("The model gave no usable prediction for this sequence (NaN or infinite).")
         for row, sequence in enumerate(sequences)
     ]
+
+
+def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    """A token id a row; -1 where the best logit is no finite number."""
+    best_logits, best_ids = logits.max(dim=-1)  # the lowest id where logits tie
+    usable = torch.isfinite(best_logits)  # the maximum of a row with NaN is NaN
+    token_ids: list[int] = torch.where(usable, best_ids, -1).tolist()
+    drawn_rows = [
+        row
+        for row, sequence in enumerate(sequences)
+        if token_ids[row] >= 0 and not sequence.sampling.greedy
+    ]
+    if drawn_rows:
+        drawn = [sequences[row] for row in drawn_rows]
+        for row, token_id in zip(drawn_rows, _draw(logits[drawn_rows], drawn), strict=True):
+            token_ids[row] = token_id
+    return token_ids
+
+
+def _choose_natively(
+    logits: torch.Tensor, sequences: list[Sequence], native: NativeLibrary
+) -> list[int]:
+    """The same by the native kernels, but for rows with typical_p, which is rare."""
+    token_ids = native.sample(
+        logits.contiguous(), [_native_params(sequence) for sequence in sequences]
+    )
+    for row, sequence in enumerate(sequences):
+        params = sequence.sampling
+        if params.typical_p < 1.0 and not params.greedy and token_ids[row] >= 0:
+            (token_ids[row],) = _draw(logits[row : row + 1], [sequence])
+    return token_ids
+
+
+def _native_params(sequence: Sequence) -> SampleParams:
+    params = sequence.sampling
+    if params.greedy:
+        return SampleParams(temperature=0.0)
+    return SampleParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        top_k=params.top_k,
+        random_bits=_random_bits(sequence),
+    )
 
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
@@ -80,9 +122,12 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
 
 def _random_point(sequence: Sequence, total: int) -> int:
     """A whole number, uniform in [0, total)."""
+    return (_random_bits(sequence) * total) >> NUM_RANDOM_BITS
+
+
+def _random_bits(sequence: Sequence) -> int:
     seed = sequence.sampling.seed
-    bits = random_bits(sequence.seq_id if seed is None else seed, sequence.num_output_tokens)
-    return (bits * total) >> NUM_RANDOM_BITS
+    return random_bits(sequence.seq_id if seed is None else seed, sequence.num_output_tokens)
 
 
 def _filtered_weights(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:

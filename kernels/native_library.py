@@ -62,6 +62,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         [_Int, *[_Pointer] * 3, _Float, _Pointer, _Size, *[_Pointer] * 3],
     ),
     "shoal_attention": (_Int, [_Int, _Int, *[_Pointer] * 6]),
+    "shoal_sample": (_Int, [_Int, _Pointer, _Size, _Size, _Pointer, _Pointer]),
     "shoal_plan_create": (
         _Pointer,
         [_Int, _Pointer, _Size, _Pointer, _Size, _Pointer, _Size],
@@ -358,6 +359,39 @@ class NativeLibrary:
             )
         )
         return out
+
+    def sample(self, logits: torch.Tensor, params: "list[SampleParams]") -> list[int]:
+        """A token for each row of float32 ``logits`` [num_rows, vocab_size].
+
+        -1 stands for a row whose best logit is NaN or infinite. As ``backend/sampler.py`` says, but
+        for the last bits of float sums: about one draw in a million falls on a neighbouring token.
+        """
+        assert len(logits) == len(params)
+        tokens = torch.empty(len(params), dtype=torch.int64)
+        rows = (SampleParams * len(params))(*params)
+        _check_code(
+            self.functions.shoal_sample(
+                min(torch.get_num_threads(), len(params)),
+                pointer(logits, torch.float32),
+                *logits.shape,
+                ctypes.addressof(rows),
+                pointer(tokens),
+            )
+        )
+        return tokens.tolist()
+
+
+class SampleParams(ctypes.Structure):
+    """How a row is sampled; as in ``native/sample.h``."""
+
+    _fields_ = [
+        ("temperature", ctypes.c_float),  # 0: the likeliest token
+        ("reserved", ctypes.c_float),
+        ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("top_k", ctypes.c_int64),
+        ("random_bits", ctypes.c_int64),
+    ]
 
 
 def _cache_arguments(cache: LayerCache) -> CacheArguments:

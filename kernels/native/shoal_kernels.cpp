@@ -5,6 +5,7 @@
 #include <new>
 
 #include "plan.h"
+#include "sample.h"
 
 using namespace shoal;
 
@@ -148,6 +149,20 @@ int shoal_attention(int type, int num_threads, const void* query, const LayerCac
 #pragma omp parallel num_threads(num_threads)
       attention<T>(team, 0, work, *batch, shape, *cache, static_cast<const T*>(query),
                    static_cast<T*>(out), partials.data(), scratch[omp_get_thread_num()], mass);
+    });
+  });
+}
+
+// tokens [num_rows]: what each row gave, -1 where its best logit is no finite number.
+int shoal_sample(int num_threads, const float* logits, int64_t num_rows, int64_t vocab_size,
+                 const SampleParams* params, int64_t* tokens) {
+  return guarded([&] {
+    Team team(1);
+    std::vector<SampleScratch> scratch(num_threads);
+#pragma omp parallel num_threads(num_threads)
+    team.share(0, num_rows, 1, [&](int64_t row) {
+      tokens[row] = scratch[omp_get_thread_num()].sample(logits + row * vocab_size, vocab_size,
+                                                         params[row]);
     });
   });
 }

@@ -5,14 +5,28 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TypicalLogitsWarper
 
+from shoal.backend import sampler
 from shoal.backend.logits_processors import process_logits
-from shoal.backend.sampler import SampleError, sample
+from shoal.backend.sampler import SampleError
+from shoal.backend.weights.catalogue import kernels_dir
+from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import Sequence
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
+_way: dict[str, NativeLibrary | None] = {}
+
+
+@pytest.fixture(params=["torch", "native"], autouse=True)
+def way(request):
+    """What this file says holds for both ways to sample."""
+    _way["native"] = load_native(kernels_dir()) if request.param == "native" else None
+
+
+def sample(logits, sequences, allowed_tokens=None):
+    return sampler.sample(logits, sequences, allowed_tokens or {}, _way["native"])
 
 
 def sequence(params=GREEDY, num_outputs=0, seq_id=1, eos=(2,)):
@@ -255,3 +269,19 @@ def test_processors_leave_the_neighbours_and_the_input_alone():
     assert processed[1, 3] == logits[1, 3] + 50
     alone = process_logits(logits[1:2], rows[1:2], {})
     assert torch.equal(processed[1:2], alone)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("vocab", [1, 65, 3000, 49152])
+def test_both_ways_draw_the_same_tokens(vocab, spread):
+    logits = random_logits(2 * len(MIXED), vocab, seed=vocab) * spread
+    sequences = [sequence(MIXED[i % len(MIXED)], num_outputs=i) for i in range(len(logits))]
+    sequences = [replace_stops(item) for item in sequences]
+    native = sampler.sample(logits, sequences, {}, load_native(kernels_dir()))
+    assert native == sampler.sample(logits, sequences)
+
+
+def replace_stops(item):
+    """Without what could forbid the only token of the smallest vocabulary."""
+    params = replace(item.sampling, min_tokens=0, logit_bias=())
+    return replace(item, sampling=params, token_ids=[0] * len(item.token_ids))
