@@ -158,35 +158,10 @@ class KVCacheManager:
                 window.attach(sequence, match.block_ids)
             sequence.num_computed_tokens = match.num_tokens
 
-    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> list[DeviceCopy]:
-        """Start the empty table of ``child`` with the first ``num_tokens`` tokens of ``parent``.
-
-        They are computed, and the child has the same ones and more. Full blocks are shared; a
-        part-filled last one is copied, as both will write to theirs. Returns what must be copied
-        before anything else is written. Without room the child has less to start from.
-        """
-        num_full, rest = divmod(num_tokens, self.block_size)
-        if self.prefix_tree is None:
-            if not self._share_blocks(parent, child, num_tokens):
-                return []
-        else:
-            shared = self._shared.get(parent.seq_id)
-            if shared is None or shared.num_blocks < num_full:
-                self.publish_prefix(parent)
-            self.attach_prefix(child)
-            if child.num_computed_tokens != num_full * self.block_size:
-                return []
-        if not rest or not all(window.holds(parent, num_full) for window in self.windows):
-            return []
-        if self.allocate_slots(child, rest) is None:
-            self.free(child, cache=False)
-            child.num_computed_tokens = 0
-            return []
-        child.num_computed_tokens = num_tokens
-        return [
-            DeviceCopy(group, parent.block_tables[group][num_full], table[num_full])
-            for group, table in enumerate(child.block_tables)
-        ]
+    def num_shared_blocks(self, sequence: Sequence) -> int:
+        """How many of the first blocks of its table are the tree's."""
+        shared = self._shared.get(sequence.seq_id)
+        return shared.num_blocks if shared else 0
 
     def order_copies(self, copies: SequenceOf[DeviceCopy]) -> None:
         """Have copies made before the next step, in order with all that is moved."""
@@ -358,8 +333,7 @@ class KVCacheManager:
         sharing = set(self._shared)
         for sequence in holding:
             table = sequence.block_table
-            shared = self._shared.get(sequence.seq_id)
-            num_shared = shared.num_blocks if shared else 0
+            num_shared = self.num_shared_blocks(sequence)
             sharing.discard(sequence.seq_id)
             assert len(set(table)) == len(table), f"sequence {sequence.seq_id} repeats a block"
             assert self.num_missing_blocks(sequence, sequence.num_computed_tokens) == 0
@@ -422,19 +396,6 @@ class KVCacheManager:
         assert blocks is not None, "the tree evicted fewer blocks than it offered"
         sequence.block_table.extend(blocks)
         return blocks
-
-    def _share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
-        """Let the child hold the parent's full blocks of its first tokens, if it still has them."""
-        if not all(window.can_share(parent, num_tokens) for window in self.windows):
-            return False
-        num_full = num_tokens // self.block_size
-        blocks = parent.block_table[:num_full]
-        self.pool.incref(blocks)
-        child.block_table.extend(blocks)
-        for window in self.windows:
-            window.share(parent, child, num_tokens)
-        child.num_computed_tokens = num_full * self.block_size
-        return True
 
     def _evict(self, num_blocks: int) -> None:
         assert self.prefix_tree is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.fork_blocks import fork_blocks
 from shoal.scheduler.forks import Fork, Forks
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import (
@@ -130,11 +131,13 @@ class Scheduler:
         """Take over a new sequence that begins as another one does.
 
         What they have in common is computed once, if the other one is still there by then. A
-        lossy sequence shares nothing: what it drops depends on what it computed itself.
+        lossy sequence shares nothing, as what it drops depends on what it computed itself; nor does
+        one whose prompt is scored, as that takes the whole computation.
         Raises as ``add``.
         """
         parent = self._live.get(parent_seq_id)
-        if parent is None or _is_lossy(parent) or _is_lossy(child):
+        apart = _is_lossy(child) or child.scores_prompt
+        if parent is None or apart or _is_lossy(parent):
             self.add(child)
             return
         self._take_over(child)
@@ -277,7 +280,7 @@ class Scheduler:
             if fork is None:
                 self.kv.attach_prefix(sequence)
             else:
-                copies = self.kv.fork(fork.parent, sequence, fork.num_shared)
+                copies = fork_blocks(self.kv, fork.parent, sequence, fork.num_shared)
             spare -= num_free_before - self.kv.num_free_blocks  # cached blocks it now locks
             num_blocks = self.kv.num_missing_blocks(sequence, sequence.num_tokens + 1)
             # A preempted sequence also leaves a block for each running one to grow into; else it
