@@ -6,7 +6,8 @@ same: the reference ops, on top of torch, promise no such thing.
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -217,6 +218,11 @@ class NativeLibrary:
         if isinstance(both, QuantizedWeight):
             return self.pack_linear(both.take(_interleaved_rows(gate.shape[0])), bias)
         return self.pack_linear(_interleave(dense(gate), dense(up)), bias)
+
+    def join_packed(self, parts: Sequence[PackedLinear]) -> PackedLinear:
+        """Weights of one shape one after another, under the description of each."""
+        assert len({(part.out_features, part.in_features, part.format) for part in parts}) == 1
+        return replace(parts[0], weight=torch.cat([part.weight for part in parts]))
 
     def row_bytes(self, packed: PackedLinear) -> int:
         """Bytes of a row of states as the product reads it."""

@@ -1,8 +1,9 @@
 """A forward pass as one native call: operations over numbered buffers, laid out once at load."""
 
 import ctypes
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,11 @@ class OpKind(IntEnum):
     ROTATE_AND_WRITE = 6
     ATTENTION = 7
     ADD_NORM = 8
+    ROUTE = 9
+    SORT_ROWS = 10
+    GATHER = 11
+    EXPERT_LINEAR = 12
+    COMBINE = 13
     PREPARE = 20
 
 
@@ -106,6 +112,26 @@ class StepArguments(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertProducts:
+    """The experts of a layer: dense weights of one shape, packed one after another."""
+
+    gate_up: PackedLinear  # of one expert; its weight holds those of all
+    down: PackedLinear
+    num_experts: int
+    num_chosen: int  # for each token
+    normalize: bool  # the weights of the chosen ones sum to 1
+    epilogue: Epilogue
+
+
+class ExpertBuffers(NamedTuple):
+    """Buffers of ``num_chosen`` rows a token."""
+
+    rows: int  # of the hidden size
+    gated: int  # of the experts' intermediate size
+    outputs: int  # float32, of the hidden size
+
+
 class PlanBuilder:
     """Collects the operations of a model's forward pass, in order.
 
@@ -118,6 +144,7 @@ class PlanBuilder:
         self._dtype = dtype
         self._heads: list[PlanHeads] = []
         self._ops: list[_Op] = []
+        self._num_sparse_layers = 0
         self._buffers: list[_Buffer] = []
         self._weights: list[torch.Tensor] = []  # kept alive for the plan
         self._prepared: dict[int, int] = {}  # buffers for prepared rows, by their bytes
@@ -170,6 +197,48 @@ class PlanBuilder:
     def logits(self, states: int, packed: PackedLinear) -> None:
         """The last product, of the selected rows, into the step's logits."""
         self._linear(OpKind.LOGITS, packed, in_=states)
+
+    def experts(
+        self,
+        states: int,
+        router: int,
+        products: ExpertProducts,
+        buffers: ExpertBuffers,
+        out: int,
+    ) -> None:
+        """Add to ``out`` what the experts chosen by the router's logits give for ``states``."""
+        gate_up, down = products.gate_up, products.down
+        sizes = {"n": products.num_experts, "k": products.num_chosen}
+        layer = {"heads": self._num_sparse_layers}
+        self._num_sparse_layers += 1
+        self._add(OpKind.ROUTE, in_=router, packed=products.normalize, **sizes, **layer)
+        self._add(OpKind.SORT_ROWS, **sizes, **layer)
+        self._add(OpKind.GATHER, in_=states, out=buffers.rows, k=gate_up.in_features, **layer)
+        self._add(
+            OpKind.EXPERT_LINEAR,
+            in_=buffers.rows,
+            out=buffers.gated,
+            epilogue=products.epilogue,
+            layer=down.in_features,
+            **self._weight_fields(gate_up),
+            **layer,
+        )
+        self._add(
+            OpKind.EXPERT_LINEAR,
+            in_=buffers.gated,
+            out=buffers.outputs,
+            epilogue=Epilogue.STORE,
+            **self._weight_fields(down),
+            **layer,
+        )
+        self._add(
+            OpKind.COMBINE,
+            in_=buffers.outputs,
+            out=out,
+            n=down.out_features,
+            k=products.num_chosen,
+            **layer,
+        )
 
     def rotate_and_write(
         self,

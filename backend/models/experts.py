@@ -1,12 +1,13 @@
 """A mixture of experts in place of an MLP: each token goes through a few of many gated MLPs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shoal.backend.models.layers import GATED_ACTIVATIONS, GatedMLP, Linear
 from shoal.kernels.expert_mlp import expert_mlp
+from shoal.kernels.quantized_weights import Weight
 
 GROUPED_ROW_BYTES = 16  # rows of a grouped product must be a multiple of this long
 
@@ -39,6 +40,11 @@ class GroupedExperts:
     down: torch.Tensor  # [num_experts, hidden_size, intermediate_size]
     activation: str
 
+    def weights(self) -> Iterator[tuple[Weight, Weight, Weight]]:
+        """Gate, up and down of each expert."""
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            yield *gate_up.chunk(2), down
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [num_tokens, hidden_size]; returns the same shape."""
         chosen, weights = self.router(hidden)
@@ -52,6 +58,15 @@ class ListedExperts:
 
     router: Router
     experts: tuple[GatedMLP, ...]
+
+    @property
+    def activation(self) -> str:
+        return self.experts[0].activation
+
+    def weights(self) -> Iterator[tuple[Weight, Weight, Weight]]:
+        """Gate, up and down of each expert."""
+        for expert in self.experts:
+            yield expert.gate.weight, expert.up.weight, expert.down.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [num_tokens, hidden_size]; returns the same shape."""

@@ -6,13 +6,14 @@ from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.models.any_config import ServedConfig
 from shoal.backend.models.decoder import Decoder, DecoderLayer, make_rotaries
+from shoal.backend.models.experts import Experts
 from shoal.backend.models.layers import GatedMLP, Linear, RMSNorm
-from shoal.backend.models.model_config import ModelConfig, RotaryKind
+from shoal.backend.models.model_config import ExpertsConfig, ModelConfig, RotaryKind
 from shoal.backend.models.native_step import StepBuilder
 from shoal.kernels.native_heads import AttentionHeads, HeadNorms
 from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear
-from shoal.kernels.native_plan import NativePlan, PlanBuilder
-from shoal.kernels.quantized_weights import QuantizedWeight, Weight, join
+from shoal.kernels.native_plan import ExpertBuffers, ExpertProducts, NativePlan, PlanBuilder
+from shoal.kernels.quantized_weights import QuantizedWeight, Weight, dense, join
 
 _GATED_EPILOGUES = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
 
@@ -21,7 +22,7 @@ def missing_ops(config: ServedConfig) -> str | None:
     """What a model needs and the native kernels lack; None if they can run it."""
     if not isinstance(config, ModelConfig):
         return f"the layers of {config.family}"
-    return "experts" if config.experts is not None else None
+    return None
 
 
 class NativeDecoder:
@@ -95,6 +96,8 @@ class _LayerPlanner:
         for kind, rotary in make_rotaries(config, torch.device("cpu")).items():
             self._angles[kind] = plan.buffer(2 * len(rotary.inv_freq), torch.float32)
             plan.rotary_angles(rotary.inv_freq, self._angles[kind], rotary.factor)
+        self._expert_buffers: ExpertBuffers | None = None
+        self._router_logits = -1
         self._head_buffers: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def add(self, idx: int, layer: DecoderLayer) -> None:
@@ -105,10 +108,13 @@ class _LayerPlanner:
         attended = self._attention(idx, layer)
         self._add_product(attended, layer.attention.o_proj, layer.attention_output_norm)
         mlp = layer.mlp
-        assert isinstance(mlp, GatedMLP)
         self._plan.rms_norm(
             self._hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, out=self.normed
         )
+        if not isinstance(mlp, GatedMLP):
+            assert layer.mlp_output_norm is None
+            self._experts(mlp)
+            return
         gate_up = self._library.pack_gated(
             mlp.gate.weight, mlp.up.weight, mlp.gate.bias, mlp.up.bias
         )
@@ -140,6 +146,25 @@ class _LayerPlanner:
         self._plan.attention(query, idx, heads, out=attended)
         return attended
 
+    def _experts(self, experts: Experts) -> None:
+        """Add what the chosen experts give to the hidden states."""
+        config = self._config.experts
+        assert config is not None
+        if self._expert_buffers is None:
+            num_chosen, hidden_size = config.num_experts_per_token, self._config.hidden_size
+            self._router_logits = self._plan.buffer(config.num_experts, torch.float32)
+            self._expert_buffers = ExpertBuffers(
+                self._plan.buffer(num_chosen * hidden_size),
+                self._plan.buffer(num_chosen * config.intermediate_size),
+                self._plan.buffer(num_chosen * hidden_size, torch.float32),
+            )
+        router = _pack(self._library, experts.router.proj)
+        self._plan.linear(self.normed, router, out=self._router_logits)
+        products = _pack_experts(self._library, experts, config)
+        self._plan.experts(
+            self.normed, self._router_logits, products, self._expert_buffers, out=self._hidden
+        )
+
     def _add_product(self, states: int, linear: Linear, norm: RMSNorm | None) -> None:
         """Add a product, normalised if there is a norm, to the hidden states."""
         packed = _pack(self._library, linear)
@@ -164,6 +189,24 @@ class _LayerPlanner:
 
 def _pack(library: NativeLibrary, linear: Linear) -> PackedLinear:
     return library.pack_linear(linear.weight, linear.bias)
+
+
+def _pack_experts(
+    library: NativeLibrary, experts: Experts, config: ExpertsConfig
+) -> ExpertProducts:
+    """All experts' products, dense whatever their format."""
+    gate_ups, downs = [], []
+    for gate, up, down in experts.weights():
+        gate_ups.append(library.pack_gated(dense(gate), dense(up)))
+        downs.append(library.pack_linear(dense(down)))
+    return ExpertProducts(
+        library.join_packed(gate_ups),
+        library.join_packed(downs),
+        config.num_experts,
+        config.num_experts_per_token,
+        config.normalize,
+        _GATED_EPILOGUES[experts.activation],
+    )
 
 
 def _pack_qkv(library: NativeLibrary, layer: DecoderLayer) -> PackedLinear:

@@ -79,8 +79,35 @@ inline void store_sum(const float* row, const float* bias, float* out, int64_t c
   }
 }
 
-// a [num_rows] rows of row_bytes(): states of T, or prepared ones. out: float [num_rows, n], when
-// gated T [num_rows, n / 2 (out_width)].
+// Rows [first, first + count) of a product, one panel of its columns.
+// a: rows of row_bytes(): states of T, or prepared ones. out: float [num_rows, n], when gated
+// T [num_rows, n / 2 (out_width)].
+template <class T>
+void linear_panel(const Linear& op, Epilogue epilogue, int64_t panel, const char* a, int64_t first,
+                  int64_t count, void* out, int64_t out_width) {
+  const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
+  const int64_t weight_stride = panel_bytes<T>(op.format, op.k, op.group);
+  const char* weight = static_cast<const char*>(op.weight) + panel * weight_stride;
+  const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
+  alignas(64) float sums[kTileRows * kPanel];
+  for_tiles(count, [&](int64_t begin, int rows) {
+    begin += first;
+    format_tile<T>(op.format, rows, a + begin * a_stride, a_stride, weight, op.k, op.group, sums);
+    for (int row = 0; row < rows; row++) {
+      const int64_t to = (begin + row) * out_width;
+      if (is_gated(epilogue)) {
+        const int64_t column = panel * kHalfPanel;
+        store_gated(epilogue, sums + row * kPanel, bias, static_cast<T*>(out) + to + column,
+                    std::min<int64_t>(kHalfPanel, out_width - column));
+      } else {
+        const int64_t column = panel * kPanel;
+        store_sum(sums + row * kPanel, bias, static_cast<float*>(out) + to + column,
+                  std::min<int64_t>(kPanel, out_width - column), epilogue == Epilogue::kAdd);
+      }
+    }
+  });
+}
+
 template <class T>
 void linear(Team& team, int64_t operation, int num_threads, const Linear& op, Epilogue epilogue,
             const char* a, int64_t num_rows, void* out, int64_t out_width) {
@@ -88,31 +115,11 @@ void linear(Team& team, int64_t operation, int num_threads, const Linear& op, Ep
   const int64_t num_panels = (op.n + kPanel - 1) / kPanel;
   const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
   const int64_t grain = std::max<int64_t>(1, num_panels * num_blocks / (num_threads * 12));
-  const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
-  const int64_t weight_stride = panel_bytes<T>(op.format, op.k, op.group);
   team.share(operation, num_panels * num_blocks, grain, [&](int64_t task) {
-    const int64_t panel = task % num_panels, block = task / num_panels;
+    const int64_t block = task / num_panels;
     const int64_t first = num_rows * block / num_blocks;
     const int64_t count = num_rows * (block + 1) / num_blocks - first;
-    const char* weight = static_cast<const char*>(op.weight) + panel * weight_stride;
-    const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
-    alignas(64) float sums[kTileRows * kPanel];
-    for_tiles(count, [&](int64_t begin, int rows) {
-      begin += first;
-      format_tile<T>(op.format, rows, a + begin * a_stride, a_stride, weight, op.k, op.group, sums);
-      for (int row = 0; row < rows; row++) {
-        const int64_t to = (begin + row) * out_width;
-        if (is_gated(epilogue)) {
-          const int64_t column = panel * kHalfPanel;
-          store_gated(epilogue, sums + row * kPanel, bias, static_cast<T*>(out) + to + column,
-                      std::min<int64_t>(kHalfPanel, out_width - column));
-        } else {
-          const int64_t column = panel * kPanel;
-          store_sum(sums + row * kPanel, bias, static_cast<float*>(out) + to + column,
-                    std::min<int64_t>(kPanel, out_width - column), epilogue == Epilogue::kAdd);
-        }
-      }
-    });
+    linear_panel<T>(op, epilogue, task % num_panels, a, first, count, out, out_width);
   });
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 
 namespace shoal {
 
@@ -18,19 +19,25 @@ enum class OpKind : int32_t {
   kRotateAndWrite = 6,  // in (float), in2: angles or -1 -> out (T) and the cache of `layer`
   kAttention = 7,       // in (T) and the cache of `layer` -> out (T)
   kAddNorm = 8,         // RMS norm of in (float), in place, is added to out (float); weight as above
+  kRoute = 9,           // in: router logits (float) -> the step's expert rows; n: experts, k: chosen
+  kSortRows = 10,       // expert rows by expert
+  kGather = 11,         // in (T, a row a token) -> out (T, a row an expert row)
+  kExpertLinear = 12,   // as kLinear, each expert's rows with its own weight
+  kCombine = 13,        // in (float, expert rows), weighted, is added to out (float)
   kPrepare = 20,        // in (T) -> out (bytes): rows as a product of `format` reads them
 };
 
 // Mirrored by shoal.kernels.native_plan: keep the two in step.
 struct PlanOp {
   int32_t kind, in, in2, out;  // numbers of buffers
-  int32_t layer, epilogue;
+  int32_t layer, epilogue;  // layer: of gated expert products the width of their output
   const void* weight;
   const float* bias;
   int64_t n, k;
   float scalar;    // RMS norm: epsilon; angles, embedding: factor
-  int32_t packed;  // embedding: the weight is packed; prepare: the sampled rows alone are there
-  int32_t heads;   // number of the PlanHeads, for the rotation and attention
+  int32_t packed;  // embedding: the weight is packed; prepare: the sampled rows alone are there;
+                   // route: the weights of the chosen experts sum to 1
+  int32_t heads;   // number of the PlanHeads, for the rotation and attention; of the sparse layer
   int32_t format;  // of the weight: enum Format
   int64_t group;   // int4: columns that share a scale
   const int64_t* columns;
@@ -101,7 +108,10 @@ class Plan : public PlanBase {
   Plan(const PlanOp* ops, int64_t num_ops, const PlanBuffer* buffers, int64_t num_buffers,
        const PlanHeads* heads, int64_t num_heads)
       : ops_(ops, ops + num_ops), shapes_(buffers, buffers + num_buffers),
-        heads_(heads, heads + num_heads), buffers_(num_buffers) {}
+        heads_(heads, heads + num_heads), buffers_(num_buffers) {
+    for (const PlanOp& op : ops_)
+      if (OpKind(op.kind) == OpKind::kRoute) experts_.emplace_back();
+  }
 
   void run(const Step& step) override {
     reserve(std::max(step.num_tokens, step.num_samples));
@@ -109,6 +119,8 @@ class Plan : public PlanBase {
       scratch_.push_back(std::make_unique<AttentionScratch<T>>());
       for (const PlanHeads& heads : heads_) scratch_.back()->reserve(heads.shape());
     }
+    for (const PlanOp& op : ops_)
+      if (OpKind(op.kind) == OpKind::kRoute) experts_[op.heads].resize(step.num_tokens, op.k);
     lay_out_attention(step);
     const BlockMass mass{step.block_mass};
     Team team(2 * ops_.size());
@@ -212,6 +224,39 @@ class Plan : public PlanBase {
           for (int64_t j = 0; j < width; j++) out[j] += in[j];
         });
         break;
+      case OpKind::kRoute:
+        each_row(step.num_tokens, [&](int64_t i) {
+          choose_experts(row<float>(op.in, i), op.n, op.k, op.packed,
+                         &experts_[op.heads].chosen[i * op.k],
+                         &experts_[op.heads].weights[i * op.k]);
+        });
+        break;
+      case OpKind::kSortRows:
+        team.share(turn, 1, 1, [&](int64_t) { experts_[op.heads].sort(op.n, op.k); });
+        break;
+      case OpKind::kGather:
+        each_row(experts_[op.heads].num_rows, [&](int64_t i) {
+          std::memcpy(row<T>(op.out, 0) + i * op.k, row<T>(op.in, experts_[op.heads].token_of[i]),
+                      op.k * sizeof(T));
+        });
+        break;
+      case OpKind::kExpertLinear:
+        expert_linear<T>(team, turn, num_threads, product(op), Epilogue(op.epilogue),
+                         experts_[op.heads],
+                         row<char>(op.in, 0), row<char>(op.out, 0),
+                         is_gated(Epilogue(op.epilogue)) ? op.layer : op.n);
+        break;
+      case OpKind::kCombine:
+        each_row(step.num_tokens, [&](int64_t i) {
+          const ExpertRows& rows = experts_[op.heads];
+          float* out = row<float>(op.out, i);
+          for (int64_t rank = 0; rank < op.k; rank++) {
+            const float weight = rows.weights[i * op.k + rank];
+            const float* in = row<float>(op.in, 0) + rows.row_of[i * op.k + rank] * op.n;
+            for (int64_t j = 0; j < op.n; j++) out[j] += weight * in[j];
+          }
+        });
+        break;
       case OpKind::kLinear:
         linear<T>(team, turn, num_threads, product(op), Epilogue(op.epilogue),
                   row<char>(op.in, 0), step.num_tokens, row<char>(op.out, 0),
@@ -265,6 +310,8 @@ class Plan : public PlanBase {
   std::vector<Layout> works_;
   std::vector<size_t> work_of_;  // by operation
   std::vector<float> partials_;
+  // By sparse layer: a thread that lags behind reads its layer's sizes when others are further on.
+  std::vector<ExpertRows> experts_;
   int64_t num_rows_ = 0;
 };
 
