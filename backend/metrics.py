@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.backend.messages import CacheStatus
+from shoal.backend.messages import CacheStatus, MemoryStatus
 from shoal.scheduler.tier_counts import TierCounts
 
+PRESSURES = ("calm", "high", "critical")
 PUBLISH_INTERVAL_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,7 @@ class ServiceCounts:
     requests_queued: int = 0
     engine_steps: int = 0
     worker_restarts: int = 0
-    memory_pressure: int = 0  # 0: calm, 1: high, 2: critical
-    failed_allocations: int = 0
+    memory: MemoryStatus = MemoryStatus()
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
@@ -58,13 +58,56 @@ _METRICS = (
         "shoal_memory_pressure",
         "Shortness of memory for steps: 0 calm, 1 high, 2 critical",
         False,
-        lambda c: c.memory_pressure,
+        lambda c: PRESSURES.index(c.memory.pressure),
+    ),
+    _Metric(
+        "shoal_step_token_budget",
+        "Tokens that a step may have: fewer than configured while memory is short",
+        False,
+        lambda c: c.memory.token_budget,
     ),
     _Metric(
         "shoal_failed_allocations_total",
         "Allocations that failed in a step",
         True,
-        lambda c: c.failed_allocations,
+        lambda c: c.memory.num_failed_allocations,
+    ),
+    _Metric(
+        "shoal_kv_host_blocks_used",
+        "KV blocks in host memory now",
+        False,
+        lambda c: c.memory.host_blocks_used,
+    ),
+    _Metric(
+        "shoal_kv_host_blocks_total",
+        "KV blocks for which there is host memory",
+        False,
+        lambda c: c.memory.host_blocks_total,
+    ),
+    _Metric("shoal_kv_disk_blocks", "KV blocks on disk now", False, lambda c: c.memory.disk_blocks),
+    _Metric(
+        "shoal_kv_checkpoints_total",
+        "Preempted sequences copied to the host",
+        True,
+        lambda c: c.memory.num_checkpoints,
+    ),
+    _Metric(
+        "shoal_kv_restores_total",
+        "Preempted sequences copied back from the host",
+        True,
+        lambda c: c.memory.num_restores,
+    ),
+    _Metric(
+        "shoal_kv_demoted_blocks_total",
+        "Blocks of cached prefixes moved from the device to the host",
+        True,
+        lambda c: c.memory.num_demoted_blocks,
+    ),
+    _Metric(
+        "shoal_kv_promoted_blocks_total",
+        "Blocks of cached prefixes copied back from the host",
+        True,
+        lambda c: c.memory.num_promoted_blocks,
     ),
     _Metric(
         "shoal_preemptions_total",
