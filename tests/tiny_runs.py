@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from builders import make_scheduler
+from paged_runs import fill_cache
 
 from shoal.backend.host_kv import HostKV
 from shoal.backend.kv_cache import PagedKVCache
@@ -27,14 +28,17 @@ class Texts:
     scheduler: Scheduler
 
 
-def make_kv_cache(layout: KVLayout, scheduler: Scheduler, fill: float = 0.0) -> PagedKVCache:
+def make_kv_cache(
+    layout: KVLayout,
+    scheduler: Scheduler,
+    fill: float = 0.0,
+    stored: torch.dtype = torch.float32,
+) -> PagedKVCache:
     """Memory for the scheduler's pools, and block 0 of windowed groups."""
     pools = [scheduler.kv.pool, *(window.pool for window in scheduler.kv.windows)]
     num_blocks = [pool.block_ids.stop for pool in pools]
-    kv = PagedKVCache(layout, num_blocks, BLOCK_SIZE, torch.float32)
-    for layer_idx in range(kv.num_layers):
-        kv.keys(layer_idx).fill_(fill)
-        kv.values(layer_idx).fill_(fill)
+    kv = PagedKVCache(layout, num_blocks, BLOCK_SIZE, stored)
+    fill_cache(kv, fill)
     return kv
 
 
@@ -53,6 +57,7 @@ def generate(
     forks_of=None,
     disk=None,
     rounds=(),
+    stored=torch.float32,
     **scheduler_options,
 ) -> Texts:
     """Run to the end; each of the ``rounds`` of more sequences when those before have ended.
@@ -61,7 +66,7 @@ def generate(
     all others fork. The memory's first contents are NaN.
     """
     scheduler = make_scheduler(block_size=BLOCK_SIZE, **scheduler_options)
-    kv = make_kv_cache(loaded.config.kv_layout, scheduler, fill=float("nan"))
+    kv = make_kv_cache(loaded.config.kv_layout, scheduler, float("nan"), stored)
     mover = make_mover(scheduler, kv, disk) if scheduler.kv.host else None
     runner = ModelRunner(model or loaded.model, kv, CPU, guard, mover)
     failed: dict[int, str] = {}

@@ -12,13 +12,13 @@ LAYOUT = KVLayout.of([LayerKV(2, 4), LayerKV(1, 8, window=6), LayerKV(2, 4), Lay
 BLOCKS = (12, 9)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16])
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def cache(request):
     cache = PagedKVCache(LAYOUT, BLOCKS, 4, request.param)
     generator = torch.Generator().manual_seed(0)
-    for idx in range(4):
-        for part in (cache.keys(idx), cache.values(idx)):
-            part.copy_(torch.randn(part.shape, generator=generator))
+    for group in (0, 1):
+        for part in cache.block_parts(group):
+            part.copy_(50 * torch.randn(part.shape, generator=generator))
     return cache
 
 

@@ -6,8 +6,10 @@ import native_attention
 import pytest
 import torch
 from attention_context import empty_layer_cache, normal
+from builders import make_sequence
 from paged_runs import make_cache, make_paged_sequence, run_step
 from tiny_checkpoint import write_tiny_checkpoint
+from tiny_runs import generate
 
 from shoal.backend.engine_builder import choose_kv_dtype
 from shoal.backend.engine_config import ConfigError, EngineConfig
@@ -20,6 +22,8 @@ from shoal.kernels.kv_quantization import dequantize_heads, quantize_heads
 from shoal.kernels.native_heads import AttentionHeads
 from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.kernels.rotary_embedding import rotary_angles, rotary_embedding
+from shoal.scheduler.eviction import LruPolicy
+from shoal.scheduler.sequence import Sequence
 
 FP8 = torch.float8_e4m3fn
 STORED = [torch.int8, FP8]
@@ -168,6 +172,57 @@ class TestModel:
             assert 0 < error < (0.03 if stored == torch.int8 else 0.12) * float(exact.std())
             # A head may be rounded otherwise in its last bit.
             assert float((whole - logits(reference, 45)).abs().mean()) < error / 20
+
+
+class TestTexts:
+    """Through the scheduler: what is stored moves and is found again with its scales."""
+
+    SAMPLING = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
+
+    def sequences(self) -> list[Sequence]:
+        return [
+            make_sequence(idx, 6 + 3 * idx, prompt_seed=7 * idx, **self.SAMPLING)
+            for idx in range(12)
+        ]
+
+    def test_host_tier_and_prefix_cache(
+        self, tmp_path: Path, native: NativeLibrary, stored: torch.dtype
+    ) -> None:
+        loaded = load_model(write_tiny_checkpoint(tmp_path / "tiny"), torch.float32)
+        model = NativeDecoder(loaded.model, native)
+        expected = generate(loaded, self.sequences(), model=model, stored=stored, num_blocks=400)
+        assert not expected.failed
+        assert len({tuple(text) for text in expected.texts.values()}) > 6
+        squeezed = generate(
+            loaded,
+            self.sequences(),
+            model=model,
+            stored=stored,
+            host_blocks=100,
+            return_costs=(1e-6, 1e-3),
+            prefix_eviction=LruPolicy(),
+            num_blocks=18,
+            max_model_len=70,
+            max_num_seqs=6,
+        )
+        assert squeezed.scheduler.num_preemptions > 5
+        assert squeezed.scheduler.kv.host.prefixes.num_restored > 10
+        assert squeezed.texts == expected.texts
+
+    def test_forks(self, tmp_path: Path, native: NativeLibrary, stored: torch.dtype) -> None:
+        loaded = load_model(write_tiny_checkpoint(tmp_path / "tiny"), torch.float32)
+        model = NativeDecoder(loaded.model, native)
+
+        def choices() -> list[Sequence]:
+            return [
+                make_sequence(idx, 30, prompt_seed=0, seed=idx, **self.SAMPLING) for idx in range(3)
+            ]
+
+        options = {"model": model, "stored": stored, "num_blocks": 64}
+        alone: dict[int, list[int]] = {}
+        for sequence in choices():
+            alone |= generate(loaded, [sequence], **options).texts
+        assert generate(loaded, choices(), forks_of=0, **options).texts == alone
 
 
 class TestMemory:

@@ -16,7 +16,13 @@ from shoal.backend.weights.catalogue import kernels_dir
 from shoal.kernels.layer_cache import SCALED_DTYPES, LayerCache
 from shoal.kernels.native_build import NativeBuildError, build_library, find_compiler
 from shoal.kernels.native_heads import AttentionHeads, HeadNorms, NewKeys
-from shoal.kernels.native_library import Epilogue, NativeLibrary, load_native, share_torch_openmp
+from shoal.kernels.native_library import (
+    Epilogue,
+    NativeLibrary,
+    SampleParams,
+    load_native,
+    share_torch_openmp,
+)
 from shoal.kernels.rms_norm import rms_norm
 from shoal.kernels.rotary_embedding import rotary_angles, rotary_embedding
 
@@ -303,12 +309,21 @@ class TestBuild:
         wrapper = tmp_path / "c++"
         wrapper.write_text(
             f"#!/bin/sh\nfor a; do shift; [ $a = -march=native ] && a=-march={march}\n"
+            "[ $a = -O3 ] && a=-O1\n"  # compiled in half the time
             f'set -- "$@" $a; done\nexec {find_compiler()} "$@"\n'
         )
         wrapper.chmod(0o755)
         monkeypatch.setenv("CXX", str(wrapper))
         narrow = load_native(tmp_path / "kernels")
+        monkeypatch.delenv("CXX")
         assert narrow.instructions == NARROWER[march]
+        logits = normal(5, 3001) * 3
+        params = [
+            SampleParams(temperature=heat, top_p=0.9, min_p=0.01, top_k=heat, random_bits=2**50)
+            for heat in range(5)
+        ]
+        expected = load_native(kernels_dir()).sample(logits, params)
+        assert narrow.sample(logits, params) == expected
         for dtype in (torch.float32, torch.bfloat16):
             TestLinear().test_close_to_exact(narrow, dtype, 13, 95, 65)
             TestLinear().test_gated(narrow, dtype, 23, True)
