@@ -134,14 +134,14 @@ TINY_MODELS: dict[str, TinyModel] = {
 }
 
 
-def write_tiny_model(name: str, folder: Path, dtype: torch.dtype) -> Any:
+def write_tiny_model(name: str, folder: Path, dtype: torch.dtype, **overrides: Any) -> Any:
     """Write a checkpoint of random weights, the same every time; returns transformers' model of it
-    (attn_implementation sdpa, its default), loaded from there."""
+    (attn_implementation sdpa, its default), loaded from there. ``overrides`` are of its config."""
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     tiny = TINY_MODELS[name]
-    config = getattr(transformers, tiny.config_class)(**_SIZES | tiny.overrides)
+    config = getattr(transformers, tiny.config_class)(**_SIZES | tiny.overrides | overrides)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():

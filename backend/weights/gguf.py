@@ -34,6 +34,13 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+# Tensors that hold a matrix for each expert.
+_EXPERT_NAMES = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -68,6 +75,7 @@ class GgufCheckpoint:
         try:
             self._form = gguf_form(self.metadata)
             self._layer_names = _LAYER_NAMES | dict(self._form.layer_names)
+            self._expert_of: dict[str, int] = {}  # names of single experts, within their tensor
             self._raw_names = self._find_names()
             self.config = config_from_gguf(self.metadata, self._raw.keys(), self._rope_factors())
         except ConfigError as error:
@@ -78,19 +86,22 @@ class GgufCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         # GGUF has the fastest dimension first.
-        return tuple(int(size) for size in reversed(self._tensor(name).shape))
+        sizes = tuple(int(size) for size in reversed(self._tensor(name).shape))
+        return sizes[1:] if name in self._expert_of else sizes
 
     def packed_names(self) -> Container[str]:
         return ()
 
     def num_bytes(self, name: str) -> int:
-        return int(self._tensor(name).n_bytes)
+        num_bytes, tensor = int(self._tensor(name).n_bytes), self._tensor(name)
+        return num_bytes // int(tensor.shape[-1]) if name in self._expert_of else num_bytes
 
     def where(self, name: str) -> str:
         return f"{self._file_name}: tensor {self._raw_names.get(name) or self._gguf_name(name)}"
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self._dequantize(self._raw_names[name]).reshape(self.shape(name))
+        values = self._dequantize(self._raw_names[name], self._expert_of.get(name))
+        tensor = values.reshape(self.shape(name))
         if self._form.pairs_are_neighbours and ".q_proj." in name:
             tensor = _unpermute(tensor, self.config.num_heads)
         elif self._form.pairs_are_neighbours and ".k_proj." in name:
@@ -108,7 +119,12 @@ class GgufCheckpoint:
         for name in self._raw:
             stem, _, suffix = name.rpartition(".")
             match = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
-            if match and match[2] in parts:
+            if match and match[2] in _EXPERT_NAMES:
+                for idx in range(int(self._raw[name].shape[-1])):
+                    part = f"experts.{idx}.{_EXPERT_NAMES[match[2]]}.{suffix}"
+                    found[f"model.layers.{match[1]}.mlp.{part}"] = name
+                    self._expert_of[f"model.layers.{match[1]}.mlp.{part}"] = idx
+            elif match and match[2] in parts:
                 found[f"model.layers.{match[1]}.{parts[match[2]]}.{suffix}"] = name
             else:
                 found[f"{tops[stem]}.{suffix}" if stem in tops else name] = name
@@ -123,10 +139,11 @@ class GgufCheckpoint:
     def _tensor(self, name: str) -> gguf.ReaderTensor:
         return self._raw[self._raw_names[name]]
 
-    def _dequantize(self, raw_name: str) -> torch.Tensor:
+    def _dequantize(self, raw_name: str, expert: int | None = None) -> torch.Tensor:
         raw = self._raw[raw_name]
         try:
-            values = gguf.dequantize(raw.data, raw.tensor_type)
+            data = raw.data if expert is None else raw.data[expert]
+            values = gguf.dequantize(data, raw.tensor_type)
         except NotImplementedError as error:
             raise ConfigError(
                 f"{self._file_name}: tensor {raw_name} has type {raw.tensor_type.name}, "
