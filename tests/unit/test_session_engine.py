@@ -10,11 +10,13 @@ from shoal.backend.engine import Engine
 from shoal.backend.engine_builder import build_engine
 from shoal.backend.engine_config import EngineConfig
 from shoal.backend.messages import AddSequence
+from shoal.scheduler.return_cost import ReturnCosts
 from shoal.scheduler.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 BUDGET = 64  # tokens; the prompts and texts below are longer
 LOSSY = ["attention_sink", "h2o"]
+CHEAP_COPIES = ReturnCosts((1e-9,), (1e-9,), 1.0)
 LONG = [(idx * idx + 5 * idx) % 97 + 3 for idx in range(100)]
 
 
@@ -117,10 +119,16 @@ def test_a_replay_goes_on_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("kv_policy", LOSSY)
-def test_preemption_after_evictions_changes_no_token(make_engine: Any, kv_policy: str) -> None:
+@pytest.mark.parametrize("host_kv_mib", [0, 8])
+def test_preemption_after_evictions_changes_no_token(
+    make_engine: Any, kv_policy: str, host_kv_mib: int
+) -> None:
     options = {"kv_policy": kv_policy, "kv_budget": BUDGET}
     expected = alone(make_engine(), LONG, **options)
-    engine = make_engine(num_kv_blocks=48, max_model_len=192)
+    engine = make_engine(num_kv_blocks=48, max_model_len=192, host_kv_mib=host_kv_mib)
+    host = engine._engine._scheduler.kv.host
+    if host is not None:
+        host.costs = CHEAP_COPIES
     add(engine, 0, LONG[:50], max_tokens=141)  # of 48 blocks it wants more than the other leaves
     add(engine, 1, LONG, **options)
     tokens: list[int] = []
@@ -128,6 +136,9 @@ def test_preemption_after_evictions_changes_no_token(make_engine: Any, kv_policy
         tokens += [output.token.token_id for output in engine.step() if output.seq_id == 1]
     assert len(LONG) + len(tokens) > 2 * BUDGET
     assert tokens + run(engine)[1] == expected
+    assert (host is not None) == bool(host_kv_mib)
+    if host is not None:  # a checkpoint came back, with what was evicted before
+        assert host.num_restores > 0
 
 
 @pytest.mark.parametrize("kv_policy", LOSSY)
