@@ -1,6 +1,8 @@
 """Gemma 4's forward pass equals transformers' bit for bit, for each form the family comes in."""
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,20 @@ def make_pair(folder: Path, dtype: torch.dtype, **overrides: Any) -> Pair:
     return Pair(theirs, ours)
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> "Pairs":
+    """Pairs by variant and dtype, each made once."""
+
+    @functools.cache
+    def make(variant: str, dtype: torch.dtype) -> Pair:
+        return make_pair(tmp_path_factory.mktemp(variant), dtype, **VARIANTS[variant])
+
+    return make
+
+
+Pairs = Callable[[str, torch.dtype], Pair]
+
+
 def free_behind_window(sequence: Any) -> None:
     """What the cache manager does to the sliding layers' table."""
     first_seen = sequence.num_computed_tokens - WINDOW + 1
@@ -123,9 +139,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.mark.parametrize("split", [[1], [31], [5, 9, 1, 8, 12]], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_then_decode_is_bit_exact(
-    tmp_path: Path, dtype: torch.dtype, variant: str, split: list[int]
+    pairs: Pairs, dtype: torch.dtype, variant: str, split: list[int]
 ) -> None:
-    pair = make_pair(tmp_path, dtype, **VARIANTS[variant])
+    pair = pairs(variant, dtype)
     sequence = make_paged_sequence(random_ids(sum(split), 320, seed=1), *BLOCKS)
     kv = make_cache(pair.ours)
     theirs = TheirSequence(pair.theirs)
@@ -145,10 +161,10 @@ def test_prefill_then_decode_is_bit_exact(
 
 @pytest.mark.parametrize("variant", ["e2b", "e4b", "26b_a4b"])
 def test_sampled_row_of_a_prefill_is_bit_exact(
-    tmp_path: Path, dtype: torch.dtype, variant: str
+    pairs: Pairs, dtype: torch.dtype, variant: str
 ) -> None:
     """Layers without keys of their own run on the sampled rows alone, as in transformers."""
-    pair = make_pair(tmp_path, dtype, **VARIANTS[variant])
+    pair = pairs(variant, dtype)
     prompt = random_ids(29, 320, seed=3)
     sequence = make_paged_sequence(prompt, *BLOCKS)
     kv = make_cache(pair.ours)
@@ -160,9 +176,9 @@ def test_sampled_row_of_a_prefill_is_bit_exact(
 
 
 @pytest.mark.parametrize("variant", ["e2b", "31b", "26b_a4b"])
-def test_ragged_batch_matches_each_sequence_alone(tmp_path: Path, variant: str) -> None:
+def test_ragged_batch_matches_each_sequence_alone(pairs: Pairs, variant: str) -> None:
     """Products of other heights round otherwise; nothing else may differ."""
-    pair = make_pair(tmp_path, torch.float32, **VARIANTS[variant])
+    pair = pairs(variant, torch.float32)
     kv = make_cache(pair.ours)
     lengths = [1, 3, 8, 9, 14, 17, 22, 30]
     steps, firsts = [], []
@@ -182,8 +198,8 @@ def test_ragged_batch_matches_each_sequence_alone(tmp_path: Path, variant: str) 
 
 
 @pytest.mark.parametrize("variant", ["e2b", "26b_a4b"])
-def test_prefix_cache_and_preemption_keep_the_text(tmp_path: Path, variant: str) -> None:
-    pair = make_pair(tmp_path, torch.float32, **VARIANTS[variant])
+def test_prefix_cache_and_preemption_keep_the_text(pairs: Pairs, variant: str) -> None:
+    pair = pairs(variant, torch.float32)
     shared = random_ids(13, 320, seed=9)
     prompts = [shared + random_ids(5 + idx, 320, seed=idx) for idx in range(4)]
     sampling = make_sampling(temperature=0.0, max_tokens=12)
