@@ -19,6 +19,16 @@ class GroupTables:
 
 
 @dataclass(frozen=True, slots=True)
+class SoftTokens:
+    """Tokens of a batch that stand for parts of images: an encoder gives their embeddings."""
+
+    rows: torch.Tensor  # int64 [num_soft]: rows of the batch
+    embeddings: torch.Tensor  # [num_soft, hidden_size]
+    # By sequence, the positions of each image's tokens; no image is cut by the end of a step.
+    spans: list[list[range]]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A flat batch: the tokens of all scheduled sequences, one after another, without padding.
 
@@ -38,3 +48,4 @@ class ForwardBatch:
     # mass (see kernels/attention_mass.py) that each block got from this step, in all heads
     # of the group's layers. None: nobody asks.
     block_mass: torch.Tensor | None = None
+    soft_tokens: SoftTokens | None = None  # None: all tokens are of the vocabulary

@@ -32,6 +32,8 @@ class AttentionMetadata:
     # float32 [num_seqs, max_blocks]: attention adds there what each block got; None: nobody asks
     block_mass: torch.Tensor | None = None
     chunk_lens: list[int] | None = None  # new tokens, where not all of them are queries
+    # By sequence, ranges of positions whose tokens see each other in both directions (an image's).
+    spans: list[list[range]] | None = None
 
     @classmethod
     def build(
@@ -42,6 +44,7 @@ class AttentionMetadata:
         block_size: int,
         window: int | None = None,
         block_mass: torch.Tensor | None = None,
+        spans: list[list[range]] | None = None,
     ) -> "AttentionMetadata":
         """Lay out the step once, so that no layer has to."""
         key_lens = [
@@ -58,7 +61,22 @@ class AttentionMetadata:
                 )
             ]
         )
-        return cls(block_tables, query_lens, context_lens, key_lens, key_slots, window, block_mass)
+        return cls(
+            block_tables,
+            query_lens,
+            context_lens,
+            key_lens,
+            key_slots,
+            window,
+            block_mass,
+            spans=spans,
+        )
+
+    def spans_in_keys(self, idx: int) -> list[range]:
+        """Spans of a sequence, by the keys that are read instead of by position."""
+        shift = self.context_lens[idx] - self.key_lens[idx]
+        spans = self.spans[idx] if self.spans else []
+        return [range(max(s.start - shift, 0), s.stop - shift) for s in spans if s.stop > shift]
 
     def last_queries(self, num_kept: list[int]) -> "AttentionMetadata":
         """The same step for the last ``num_kept`` queries of each sequence alone, without the
@@ -73,6 +91,7 @@ class AttentionMetadata:
             torch.cat([slots[idx] for idx in kept]),
             self.window,
             chunk_lens=[self.query_lens[idx] for idx in kept],
+            spans=self.spans and [self.spans[idx] for idx in kept],
         )
 
 
@@ -99,10 +118,10 @@ def paged_attention(
         _add_block_mass(metadata, queries, keys, cache.block_size, scale, softcap)
     chunk_lens = metadata.chunk_lens or metadata.query_lens
     outputs = [
-        _attend(*qkv, scale, metadata.window, chunk_len)
+        _attend(*qkv, scale, metadata.window, chunk_lens[idx], metadata.spans_in_keys(idx))
         if softcap is None
         else _attend_capped(*qkv, scale, metadata.window, softcap)
-        for *qkv, chunk_len in zip(queries, keys, values, chunk_lens, strict=True)
+        for idx, qkv in enumerate(zip(queries, keys, values, strict=True))
     ]
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
@@ -147,14 +166,15 @@ def _attend(
     scale: float,
     window: int | None,
     chunk_len: int,
+    spans: Sequence[range],
 ) -> torch.Tensor:
     num_heads, query_len, head_dim = query.shape[1:]
     num_kv_heads, key_len = key.shape[1:3]
     num_shared = num_heads // num_kv_heads
     mask = None
     in_chunk = 1 < chunk_len < key_len or 1 < query_len < key_len
-    if in_chunk or (window is not None and key_len >= window):
-        mask = causal_mask(query_len, key_len, window, query.device)
+    if in_chunk or spans or (window is not None and key_len >= window):
+        mask = causal_mask(query_len, key_len, window, query.device, spans)
     torch_shares = mask is None and head_dim <= MAX_SHARED_HEAD_DIM
     if num_shared > 1 and not torch_shares:
         # Another kernel may run with a mask or a wide head, so these forms are part of the result.
@@ -198,10 +218,19 @@ def _repeat_heads(states: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def causal_mask(
-    query_len: int, key_len: int, window: int | None, device: torch.device
+    query_len: int,
+    key_len: int,
+    window: int | None,
+    device: torch.device,
+    spans: Sequence[range] = (),
 ) -> torch.Tensor:
-    """Bool [query_len, key_len], True where attended: the last query is at the last key."""
+    """Bool [query_len, key_len], True where attended: the last query is at the last key.
+
+    Keys of a span are seen by the queries of the same span, later ones too.
+    """
     ones = torch.ones(query_len, key_len, dtype=torch.bool, device=device)
     first = key_len - query_len  # the first query's own key
     mask = ones.tril(first)
+    for span in spans:
+        mask[max(span.start - first, 0) : max(span.stop - first, 0), span.start : span.stop] = True
     return mask if window is None else mask.triu(first - window + 1)

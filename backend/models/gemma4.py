@@ -246,10 +246,16 @@ class Gemma4ForCausalLM:
         return self._logits(hidden)
 
     def _embed(self, batch: ForwardBatch, kv: PagedKVCache) -> Rows:
-        hidden = _embed(batch.input_ids, self._embed_tokens, self.config.hidden_size**0.5)
+        input_ids, soft = batch.input_ids, batch.soft_tokens
+        if soft is not None:
+            input_ids = input_ids.index_fill(0, soft.rows, self.config.pad_token_id)
+        hidden = _embed(input_ids, self._embed_tokens, self.config.hidden_size**0.5)
+        if soft is not None:
+            hidden = hidden.index_copy(0, soft.rows, soft.embeddings.to(hidden.dtype))
+        spans = soft.spans if soft and self.config.images_attend_both_ways else None
         return Rows(
             hidden,
-            self._per_layer(batch.input_ids, hidden) if self._per_layer else None,
+            self._per_layer(input_ids, hidden) if self._per_layer else None,
             {
                 key: rotary_angles(batch.positions, inv_freq, self.dtype)
                 for key, inv_freq in self._inv_freqs.items()
@@ -262,6 +268,7 @@ class Gemma4ForCausalLM:
                     kv.block_size,
                     group.window,
                     block_mass=batch.block_mass if group is kv.layout.groups[0] else None,
+                    spans=spans if group.window is not None else None,
                 )
                 for tables, group in zip(batch.groups, kv.layout.groups, strict=True)
             ],

@@ -52,6 +52,9 @@ class Gemma4Config:
     per_layer_size: int = 0  # of the embedding that each layer adds; 0: it has none
     per_layer_vocab_size: int = 0
     experts: Gemma4Experts | None = None
+    image_token_id: int | None = None  # None: the model sees no images
+    pad_token_id: int = 0  # what per-layer embeddings take for an image's tokens
+    images_attend_both_ways: bool = False  # within each image, in sliding layers
     weight_prefix: str = "model."  # of the text model in the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -80,6 +83,7 @@ class Gemma4Config:
                 _check_shared(layer, self.layers[layer.shared_with])
         if self.experts is not None:
             _check_experts(self.experts, self.hidden_size)
+        check_int("pad_token_id", self.pad_token_id, 0, self.vocab_size - 1)
         for token_id in (*self.eos_token_ids, self.bos_token_id or 0):
             check_int("bos_token_id and eos_token_id", token_id, 0, self.vocab_size - 1)
 

@@ -4,6 +4,7 @@ Source: transformers' Gemma4TextConfig and its documentation of per-layer embedd
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shoal.backend.engine_config import ConfigError
@@ -36,7 +37,12 @@ def read_gemma4_multimodal(config: Mapping[str, Any]) -> Gemma4Config:
     if not isinstance(text, Mapping):
         raise ConfigError("text_config must hold a mapping.")
     tied = or_default(config, "tie_word_embeddings", text.get("tie_word_embeddings"))
-    return _read_text(dict(text) | {"tie_word_embeddings": tied}, "model.language_model.")
+    read = _read_text(dict(text) | {"tie_word_embeddings": tied}, "model.language_model.")
+    if config.get("vision_config") is None:
+        return read
+    image_token_id = or_default(config, "image_token_id", 258_880)
+    check_int("image_token_id", image_token_id, 0, SIZE_LIMITS["vocab_size"])
+    return replace(read, image_token_id=image_token_id)
 
 
 def _read_text(config: Mapping[str, Any], weight_prefix: str) -> Gemma4Config:
@@ -58,6 +64,8 @@ def _read_text(config: Mapping[str, Any], weight_prefix: str) -> Gemma4Config:
         per_layer_size=per_layer_size,
         per_layer_vocab_size=or_default(config, "vocab_size_per_layer_input", 262_144),
         experts=_read_experts(config),
+        pad_token_id=or_default(config, "pad_token_id", 0),
+        images_attend_both_ways=config.get("use_bidirectional_attention") == "vision",
         weight_prefix=weight_prefix,
         bos_token_id=config.get("bos_token_id"),
     )

@@ -1,0 +1,99 @@
+"""Gemma 4's images: transformers' encoder with the checkpoint's weights, without the text part.
+
+The encoder runs one image at a time, so that an image's embeddings depend on nothing else.
+"""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.backend.engine_config import ConfigError
+from shoal.backend.weights.safetensors import SafetensorsCheckpoint
+
+# What the encoder is called in the checkpoint, and in this module.
+_PARTS = {"model.vision_tower.": "tower.", "model.embed_vision.": "embedder."}
+
+
+class _Encoder(torch.nn.Module):
+    def __init__(self, config: Any, modeling: Any) -> None:
+        super().__init__()
+        self.tower = modeling.Gemma4VisionModel(config.vision_config)
+        self.embedder = modeling.Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
+
+
+class Gemma4Vision:
+    """From pixels to embeddings of the text model's width."""
+
+    def __init__(self, encoder: _Encoder, processor: Any) -> None:
+        self._encoder = encoder
+        self._processor = processor
+
+    @torch.inference_mode()
+    def encode(self, pixels: np.ndarray) -> torch.Tensor:
+        """[num_soft_tokens, hidden_size] for one image, uint8 [height, width, 3].
+
+        How many there are follows from the image's shape.
+        """
+        weight = next(self._encoder.parameters())
+        inputs = self._processor(
+            images=[pixels], return_tensors="pt", input_data_format="channels_last"
+        )
+        states = self._encoder.tower(
+            pixel_values=inputs["pixel_values"].to(weight.device),
+            pixel_position_ids=inputs["image_position_ids"].to(weight.device),
+        ).last_hidden_state
+        embeddings: torch.Tensor = self._encoder.embedder(inputs_embeds=states)
+        return embeddings
+
+
+def load_gemma4_vision(
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Gemma4Vision:
+    """Load the encoder of a Gemma4ForConditionalGeneration checkpoint.
+
+    Raises ConfigError where transformers is missing, or a tensor of the encoder is.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        modeling: Any = importlib.import_module("transformers.models.gemma4.modeling_gemma4")
+        processing: Any = importlib.import_module(
+            "transformers.models.gemma4.image_processing_pil_gemma4"
+        )
+    except ImportError:
+        raise ConfigError(
+            "images need the Python package transformers, with Gemma 4: "
+            "pip install 'transformers>=5.24'."
+        ) from None
+    config = transformers.AutoConfig.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True
+    )
+    for part in (config, config.vision_config, config.text_config):
+        part._attn_implementation = "sdpa"
+    encoder = _Encoder(config, modeling)
+    source = SafetensorsCheckpoint(folder)
+    tensors = {
+        ours + name.removeprefix(theirs): source.load(name, dtype)
+        for name in source.names()
+        for theirs, ours in _PARTS.items()
+        if name.startswith(theirs)
+    }
+    try:
+        # Assigned, so that what the checkpoint does not hold (frequencies) stays in float32.
+        encoder.load_state_dict(tensors, strict=True, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{folder.name}: the image encoder does not fit: {reason}") from error
+    encoder = encoder.to(device).eval().requires_grad_(False)
+    return Gemma4Vision(encoder, processing.Gemma4ImageProcessorPil(**_processor_options(folder)))
+
+
+def _processor_options(folder: Path) -> dict[str, Any]:
+    """Sizes that a checkpoint may set otherwise."""
+    path = folder / "preprocessor_config.json"
+    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    names = ("max_soft_tokens", "patch_size", "pooling_kernel_size")
+    return {name: values[name] for name in names if values.get(name) is not None}

@@ -1,0 +1,178 @@
+"""Images in Gemma 4: the encoder, the merge and the masks equal transformers' bit for bit."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gemma4_forms import SMALL, VARIANTS, fill
+from paged_runs import make_cache, make_paged_sequence
+from their_sequence import random_ids
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+from shoal.backend.engine_config import ConfigError
+from shoal.backend.forward_batch import SoftTokens
+from shoal.backend.model_runner import build_forward_batch
+from shoal.backend.models.gemma4_vision import Gemma4Vision, load_gemma4_vision
+from shoal.backend.weights.loader import LoadedModel, load_model
+from shoal.scheduler.outputs import ScheduledSequence
+
+IMAGE, BEGIN, END = 300, 301, 302
+PATCH, MAX_SOFT = 4, 70
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": PATCH,
+    "position_embedding_size": 256,
+    "standardize": True,
+}
+
+
+def make_images(count: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    shapes = [(20, 50, 3), (64, 16, 3), (33, 31, 3)][:count]
+    return [generator.integers(0, 256, shape, dtype=np.uint8) for shape in shapes]
+
+
+def make_checkpoint(folder: Path, dtype: torch.dtype, variant: str) -> Any:
+    text = SMALL | VARIANTS[variant] | {"sliding_window": 40}
+    if variant != "e2b":  # as in the releases
+        text["use_bidirectional_attention"] = "vision"
+    tokens = {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END}
+    tokens |= {"audio_token_id": 303, "video_token_id": 304}
+    config = Gemma4Config(text_config=text, vision_config=VISION, **tokens)
+    theirs: Any = Gemma4ForConditionalGeneration(config).to(dtype).eval()
+    fill(theirs)
+    theirs.save_pretrained(folder)
+    sizes = {"patch_size": PATCH, "max_soft_tokens": MAX_SOFT, "pooling_kernel_size": 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+    return Gemma4ForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
+
+
+def their_features(theirs: Any, image: np.ndarray) -> Any:
+    processor = Gemma4ImageProcessorPil(patch_size=PATCH, max_soft_tokens=MAX_SOFT)
+    inputs = processor(images=[image], return_tensors="pt", input_data_format="channels_last")
+    with torch.inference_mode():
+        return theirs.get_image_features(
+            inputs["pixel_values"], inputs["image_position_ids"], return_dict=True
+        )
+
+
+def interleave(lengths: list[int]) -> list[int]:
+    """Text before, between and after the images."""
+    ids = random_ids(3, 300, seed=1)
+    for idx, length in enumerate(lengths):
+        ids += [BEGIN, *[IMAGE] * length, END, *random_ids(4, 300, seed=idx)]
+    return ids
+
+
+def image_spans(ids: list[int]) -> list[range]:
+    spans, start = [], None
+    for position, token_id in enumerate([*ids, -1]):
+        if token_id == IMAGE and start is None:
+            start = position
+        elif token_id != IMAGE and start is not None:
+            spans.append(range(start, position))
+            start = None
+    return spans
+
+
+def our_logits(
+    loaded: LoadedModel, kv: Any, sequence: Any, num_tokens: int, features: torch.Tensor | None
+) -> torch.Tensor:
+    batch = build_forward_batch(
+        [ScheduledSequence(sequence, num_tokens)], kv.block_size, torch.device("cpu")
+    )
+    batch = dataclasses.replace(batch, logits_indices=torch.arange(num_tokens))
+    if features is not None:
+        rows = (batch.input_ids == IMAGE).nonzero()[:, 0]
+        soft = SoftTokens(rows, features, [image_spans(sequence.token_ids)])
+        batch = dataclasses.replace(batch, soft_tokens=soft)
+    logits = loaded.model.forward(batch, kv)
+    sequence.num_computed_tokens += num_tokens
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("variant", "count"), [("e2b", 1), ("e4b", 3), ("31b", 2), ("26b_a4b", 3)])
+def test_text_and_images_equal_transformers(
+    tmp_path: Path, dtype: torch.dtype, variant: str, count: int
+) -> None:
+    theirs = make_checkpoint(tmp_path, dtype, variant)
+    loaded, vision = load_model(tmp_path, dtype), load_gemma4_vision(tmp_path, dtype)
+    expected_features, features = [], []
+    for image in make_images(count):
+        encoded = their_features(theirs, image)
+        expected_features += encoded.pooler_output
+        features.append(vision.encode(image))
+        assert torch.equal(features[-1], expected_features[-1])
+    ids = interleave([len(embeddings) for embeddings in features])
+    encoded.pooler_output = tuple(expected_features)
+    is_image = torch.tensor([ids]) == IMAGE
+    with torch.inference_mode():
+        output = theirs(
+            torch.tensor([ids]),
+            mm_encoder_outputs={"image": encoded},
+            mm_token_type_ids=is_image.long(),
+            use_cache=True,
+        )
+    tables = [list(range(1, 60)), list(range(59, 0, -1))]
+    sequence, kv = make_paged_sequence(ids, *tables), make_cache(loaded.model)
+    logits = our_logits(loaded, kv, sequence, len(ids), torch.cat(features))
+    assert torch.equal(logits, output.logits[0].float())
+    for _ in range(4):
+        token = int(logits[-1].argmax())
+        sequence.token_ids.append(token)
+        with torch.inference_mode():
+            output = theirs(torch.tensor([[token]]), cache=output.cache, use_cache=True)
+        logits = our_logits(loaded, kv, sequence, 1, None)
+        assert torch.equal(logits, output.logits[0].float())
+
+
+def test_an_image_is_encoded_alike_beside_others(tmp_path: Path) -> None:
+    """The encoder sees one image at a time, so its embeddings can be kept by the pixels' digest."""
+    make_checkpoint(tmp_path, torch.float32, "e2b")
+    vision: Gemma4Vision = load_gemma4_vision(tmp_path, torch.float32)
+    first, second = make_images(2)
+    alone = vision.encode(first)
+    vision.encode(second)
+    assert torch.equal(vision.encode(first.copy()), alone)
+    assert not torch.equal(vision.encode(255 - first), alone)
+
+
+def test_a_checkpoint_without_its_encoder_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_checkpoint(tmp_path, torch.float32, "e2b")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.vision_tower.patch_embedder.input_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="image encoder does not fit.*input_proj"):
+        load_gemma4_vision(tmp_path, torch.float32)
+
+
+def test_images_attend_both_ways_matters(tmp_path: Path) -> None:
+    """What an image's first token sees of its last one."""
+    make_checkpoint(tmp_path, torch.float32, "31b")
+    loaded = load_model(tmp_path, torch.float32)
+    vision = load_gemma4_vision(tmp_path, torch.float32)
+    embeddings = vision.encode(make_images(1)[0])
+    ids = interleave([len(embeddings)])
+    changed = embeddings.clone()
+    changed[-1] += 1.0
+    first_row = ids.index(IMAGE)
+    rows = []
+    for features in (embeddings, changed):
+        sequence = make_paged_sequence(ids, list(range(1, 60)), list(range(1, 60)))
+        logits = our_logits(loaded, make_cache(loaded.model), sequence, len(ids), features)
+        rows.append(logits)
+    assert torch.equal(rows[0][first_row - 1], rows[1][first_row - 1])
+    assert not torch.equal(rows[0][first_row], rows[1][first_row])
