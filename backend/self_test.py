@@ -168,6 +168,9 @@ def _load_theirs(subject: Subject) -> Any:
     else:
         options |= {"trust_remote_code": False, "use_safetensors": True}
     model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+    for tensor in (*model.parameters(), *model.buffers()):
+        # A mapped file's tensors begin anywhere, and from there a product may round otherwise.
+        tensor.data = tensor.data.clone()
     return model.to(subject.kv_cache.device).eval()
 
 

@@ -12,7 +12,7 @@ import torch
 from builders import make_sampling
 from gemma4_forms import SMALL, VARIANTS, WINDOW, fill
 from paged_runs import BLOCK_SIZE, make_cache, make_paged_sequence, run_step
-from their_sequence import TheirSequence, random_ids, their_greedy
+from their_sequence import TheirSequence, aligned, random_ids, their_greedy
 from tiny_runs import generate
 from transformers import (
     AutoModelForCausalLM,
@@ -51,7 +51,7 @@ def make_pair(folder: Path, dtype: torch.dtype, **overrides: Any) -> Pair:
     theirs: Any = TheirGemma4(Gemma4TextConfig(**SMALL | overrides)).to(dtype).eval()
     fill(theirs)
     theirs.save_pretrained(folder)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    theirs = aligned(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
     assert theirs.config._attn_implementation == "sdpa"
     ours = load_model(folder, dtype).model
     assert isinstance(ours, Gemma4ForCausalLM)
@@ -183,7 +183,7 @@ def test_text_of_a_model_that_sees_images(tmp_path: Path, dtype: torch.dtype) ->
     theirs: Any = Gemma4ForConditionalGeneration(config).to(dtype).eval()
     fill(theirs)
     theirs.save_pretrained(tmp_path)
-    theirs = Gemma4ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype).eval()
+    theirs = aligned(Gemma4ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype).eval())
     loaded = load_model(tmp_path, dtype)
     assert loaded.config.eos_token_ids == (1, 7)
     sequence = make_paged_sequence(random_ids(19, 300, seed=5), *BLOCKS)

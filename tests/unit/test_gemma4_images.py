@@ -10,7 +10,7 @@ import pytest
 import torch
 from gemma4_forms import SMALL, VARIANTS, fill
 from paged_runs import make_cache, make_paged_sequence
-from their_sequence import random_ids
+from their_sequence import aligned, random_ids
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
@@ -54,7 +54,7 @@ def make_checkpoint(folder: Path, dtype: torch.dtype, variant: str) -> Any:
     theirs.save_pretrained(folder)
     sizes = {"patch_size": PATCH, "max_soft_tokens": MAX_SOFT, "pooling_kernel_size": 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
-    return Gemma4ForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
+    return aligned(Gemma4ForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval())
 
 
 def their_features(theirs: Any, image: np.ndarray) -> Any:
