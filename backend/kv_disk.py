@@ -90,6 +90,11 @@ class KVDisk:
                 _unlink(Path(entry.path))  # what a write that was cut short left behind
         return [bytes.fromhex(name[:64]) for _, name in sorted(found)]
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether a store would be taken now."""
+        return self._num_stores < MAX_QUEUED_STORES
+
     def store(self, digest: bytes, token_ids: tuple[int, ...], payload: bytearray) -> bool:
         """Write a block some time soon; False when too many are waiting already."""
         with self._count_lock:

@@ -21,7 +21,6 @@ class KVMover:
         self._host = host
         self._disk = disk
         self._loading: dict[bytes, int] = {}  # digest -> host block
-        self._refused: list[DiskResult] = []
 
     def carry_out(self, transfers: Sequence[Transfer]) -> None:
         """In order. Copies next to each other are made together."""
@@ -42,8 +41,8 @@ class KVMover:
         """What the disk has done since the last time; waits at most ``wait_s`` for the first."""
         if self._disk is None:
             return []
-        results, self._refused = self._refused, []
-        for outcome in self._disk.take_outcomes(0.0 if results else wait_s):
+        results = []
+        for outcome in self._disk.take_outcomes(wait_s):
             if outcome.loaded:
                 host_block = self._loading.pop(outcome.digest)
                 if outcome.payload is not None:
@@ -64,6 +63,6 @@ class KVMover:
             self._loading[transfer.digest] = transfer.host_block
             self._disk.load(transfer.digest, transfer.token_ids)
             return
-        payload = self._host.read(transfer.host_block)
-        if not self._disk.store(transfer.digest, transfer.token_ids, payload):
-            self._refused.append(DiskResult(transfer.digest, loaded=False, ok=False))
+        if self._disk.takes_more:
+            payload = self._host.read(transfer.host_block)
+            self._disk.store(transfer.digest, transfer.token_ids, payload)

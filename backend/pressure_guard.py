@@ -15,7 +15,7 @@ from shoal.backend.memory_watch import MemoryReading, MemoryWatch
 from shoal.scheduler.step_limits import StepLimits
 
 MIB = 2**20
-CHECK_INTERVAL_S = 0.05
+CHECK_INTERVAL_S = 0.1  # a look costs some 0.1 ms
 # Headroom, as a part of the ceiling and in bytes; the smaller of the two is the mark.
 HIGH_MARK = (0.05, 2048 * MIB)
 CRITICAL_MARK = (0.02, 512 * MIB)
@@ -66,7 +66,7 @@ class PressureGuard:
         return self._budget
 
     def before_step(self) -> StepLimits:
-        """What the next step may do. Reads the memory every 50 ms at most."""
+        """What the next step may do. Reads the memory every 100 ms at most."""
         now = self._clock()
         if now >= self._next_check:
             self._next_check = now + CHECK_INTERVAL_S

@@ -18,7 +18,7 @@ from shoal.backend.weights.loader import load_model
 from shoal.scheduler.eviction import LruPolicy
 
 DEAR, CHEAP = (1.0, 1e-3), (1e-6, 1e-3)  # a block's copy, a token's prefill
-NUM_SEQUENCES = 12
+NUM_SEQUENCES = 9
 SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 MODEL = b"m" * 32
 BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 8 * 4  # layers, keys and values, tokens, heads, numbers
@@ -222,7 +222,7 @@ def test_after_a_restart_the_disk_serves_what_is_whole_and_of_this_model(tiny, t
     if change == "contents":
         damage_all(folder)
     num_cached = run(b"o" * 32 if change == "model" else MODEL)
-    assert (num_cached > 50) == (change == "nothing")
+    assert num_cached > 30 if change == "nothing" else num_cached == 0
 
 
 def engine_config(folder, **settings):
@@ -255,7 +255,7 @@ def run_engine(config, num_requests=8):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("engine") / "tiny", num_hidden_layers=4)
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("engine") / "tiny", head_dim=128)
 
 
 def test_the_engine_builds_the_tiers_and_logs_its_choices(checkpoint, tmp_path):
@@ -276,13 +276,13 @@ def test_the_engine_builds_the_tiers_and_logs_its_choices(checkpoint, tmp_path):
     ways = [item["way"] for item in preemptions]
     assert len(restored) == ways.count("checkpoint") == status.memory.num_restores
     assert [line for line in lines if line["preempted"]]
-    assert status.memory.host_blocks_total > 100
+    assert status.memory.host_blocks_total > 50
 
 
 def test_the_engine_writes_to_disk_what_the_host_has_no_room_for(checkpoint, tmp_path):
-    plenty, _ = run_engine(engine_config(checkpoint, num_kv_blocks=500), num_requests=45)
+    plenty, _ = run_engine(engine_config(checkpoint, num_kv_blocks=500), num_requests=12)
     settings = {"num_kv_blocks": 26, "host_kv_mib": 1, "kv_disk_dir": str(tmp_path / "kv")}
-    squeezed, status = run_engine(engine_config(checkpoint, **settings), num_requests=45)
+    squeezed, status = run_engine(engine_config(checkpoint, **settings), num_requests=12)
     assert squeezed == plenty
     assert status.memory.num_demoted_blocks > status.memory.host_blocks_total
     assert status.memory.disk_blocks > 0

@@ -60,7 +60,7 @@ def guard(memory, clock):
 
 def look(guard, clock, times=1):
     for _ in range(times):
-        clock.now += 0.06
+        clock.now += 0.11
         limits = guard.before_step()
     return limits
 
@@ -70,7 +70,7 @@ def test_with_room_nothing_is_held_back(guard, clock):
     assert guard.pressure is Pressure.CALM
 
 
-def test_memory_is_read_every_50_ms_and_not_every_step(guard, clock, memory):
+def test_memory_is_read_every_100_ms_and_not_every_step(guard, clock, memory):
     look(guard, clock)
     memory.headroom = 0
     assert guard.before_step() == StepLimits(512)
