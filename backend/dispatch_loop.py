@@ -324,6 +324,7 @@ class DispatchLoop:
             block_size=ready.block_size,
             max_num_seqs=ready.max_num_seqs,
             max_model_len=ready.max_model_len,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
         )
         self._deliver(self._dispatcher.worker_ready(event.worker_id, capacity))
         self._publish(time.monotonic())

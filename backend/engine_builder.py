@@ -90,6 +90,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         device=device.type,
         kernels="native" if native else "reference",
         runner=loaded.runner,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         parity=parity,
     )
     host = tiers.host if tiers else None

@@ -75,6 +75,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     device: str
     kernels: str = "reference"
     runner: str = "custom"
+    max_num_batched_tokens: int | None = None
     parity: ParityReport | None = None  # None: no self-test was asked for
 
 

@@ -54,7 +54,11 @@ class WorkerSettings:
     @property
     def capacity(self) -> WorkerCapacity:
         return WorkerCapacity(
-            self.num_blocks, self.block_size, self.max_num_seqs, self.max_model_len
+            self.num_blocks,
+            self.block_size,
+            self.max_num_seqs,
+            self.max_model_len,
+            self.max_num_batched_tokens,
         )
 
 

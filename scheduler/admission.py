@@ -52,7 +52,7 @@ class Admission:
     def hand_over(self, ticket: Ticket) -> None:
         """A sequence leaves the queue for a worker: a place is free."""
         self.queue.leave(ticket)
-        self.tenants.start_service(ticket.tenant)
+        self.tenants.start_service(ticket)
         self._num_refused = max(0, self._num_refused - 1)
 
     def note_finished(self, num_outputs: int, service_s: float) -> None:

@@ -20,10 +20,10 @@ from shoal.scheduler.tiers import DEFAULT_TENANT, DEFAULT_TIER, TenantTable, Tie
 from shoal.scheduler.worker_ledger import WorkerCapacity, WorkerLedger, WorkerLoad
 
 _SUSPECT_AFTER_REPLAYS = 2
-_MODEST_PART = 1 / 2  # of a tenant's share of the slots: below it its prompts are urgent
 # What a tenant may catch up after a quiet time: so much of the tokens that all workers hold, by
 # which two tenants' service may differ anyway (see VtcPolicy).
 _CREDIT = 1 / 8
+_BEHIND = 1 / 4  # of it: who was served so much less than another is urgent
 _RESERVE_AFTER_S = 30.0  # kept for so long after two tenants were there at once
 
 
@@ -257,7 +257,7 @@ class Dispatcher:
         for seq_id in worker.reserved:
             sequence = self._sequences[seq_id]
             sequence.worker_id = None
-            self._admission.tenants.end_service(sequence.ticket.tenant)
+            self._admission.tenants.end_service(sequence.ticket)
             sequence.num_replays += 1
             self._counts_of(sequence).replayed += 1
             self._enqueue(sequence, now)
@@ -372,22 +372,22 @@ class Dispatcher:
         )
 
     def _choose_worker(self, sequence: DispatchedSequence, now: float) -> WorkerLedger | None:
-        leaves_reserve = self._keeps_reserve(now) and self._has_its_share(sequence.ticket.tenant)
-        return self._fleet.choose(sequence, leaves_reserve)
+        keeps_reserve, tenant = self._keeps_reserve(now), sequence.ticket.tenant
+        sequence.urgency = 0
+        if keeps_reserve:
+            # While several tenants are about, prompts of those below their share go first.
+            is_behind = self._policy.lag(sequence.ticket) > _BEHIND * self._policy.credit
+            is_modest = is_behind or self._admission.tenants.is_modest(sequence.ticket)
+            sequence.urgency = 1 if is_modest else -1
+        return self._fleet.choose(sequence, keeps_reserve and self._has_its_share(tenant))
 
     def _keeps_reserve(self, now: float) -> bool:
         several_at = self._admission.tenants.several_at
         return self._policy.is_fair and now - several_at < _RESERVE_AFTER_S
 
     def _has_its_share(self, tenant: str) -> bool:
-        return self._admission.tenants.has_its_share(tenant, self._fleet.num_slots)
-
-    def _urgency(self, ticket: Ticket, now: float) -> int:
-        """While several tenants are about, prompts of those far below their share go first."""
-        if not self._keeps_reserve(now):
-            return 0
-        tenants, num_slots = self._admission.tenants, self._fleet.num_slots
-        return -1 if tenants.has_its_share(ticket.tenant, num_slots, _MODEST_PART) else 1
+        fleet = self._fleet
+        return self._admission.tenants.has_its_share(tenant, fleet.num_slots, fleet.num_kv_tokens)
 
     def _modest_head(self, now: float) -> DispatchedSequence | None:
         """The next sequence of a tenant that may use a reserve, when the head may not."""
@@ -404,7 +404,6 @@ class Dispatcher:
             # At once, not when it was computed: else a tenant could take all slots meanwhile.
             ticket.is_prefill_charged = True
             self._policy.charge(ticket, prefill_tokens=sequence.num_prompt_tokens)
-        sequence.urgency = self._urgency(ticket, now)
         sequence.worker_id = worker.worker_id
         sequence.preempted_from = None
         sequence.handed_over = now
@@ -443,7 +442,7 @@ class Dispatcher:
         """Take a sequence back into the queue. Its worker's last tokens are still taken."""
         worker.release(sequence.seq_id)
         sequence.worker_id = None
-        self._admission.tenants.end_service(sequence.ticket.tenant)
+        self._admission.tenants.end_service(sequence.ticket)
         sequence.preempted_from = worker.worker_id
         sequence.ticket.boost += 1
         self._counts_of(sequence).preempted += 1
@@ -468,7 +467,7 @@ class Dispatcher:
             self._admission.queue.leave(ticket)
             self._policy.remove(ticket)
         else:
-            self._admission.tenants.end_service(ticket.tenant)
+            self._admission.tenants.end_service(ticket)
             worker = self._fleet.get(sequence.worker_id)
             assert worker is not None
             worker.release(sequence.seq_id)

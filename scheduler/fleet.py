@@ -98,4 +98,5 @@ class Fleet:
             assert worker.num_reserved == sum(ledger.values())
             assert len(ledger) <= worker.capacity.max_num_seqs
             assert worker.unproven <= set(ledger)
+            assert set(worker.yielding) <= worker.unproven
             assert not worker.is_isolating or len(worker.unproven) == 1

@@ -74,6 +74,10 @@ class QueuePolicy(ABC):
         """The one to be served next but for some tenants; None where that would be unfair."""
         return None
 
+    def lag(self, ticket: Ticket) -> float:
+        """Weighted tokens that its tenant got less than another, where the policy counts."""
+        return 0.0
+
     @abstractmethod
     def take(self, ticket: Ticket, now: float) -> None:
         """The ticket, which ``peek`` gave, leaves the queue to be served."""
@@ -187,7 +191,11 @@ class WfqPolicy(QueuePolicy):
         key = self._counters.least_other(lambda key: skips(key.partition("\0")[2]), BURST)
         return None if key is None else self._flows[key].peek()
 
+    def lag(self, ticket: Ticket) -> float:
+        return self._counters.lag(_flow_key(ticket))
+
     def take(self, ticket: Ticket, now: float) -> None:
+        self._counters.note_taken(_flow_key(ticket))
         self.remove(ticket)
 
     def remove(self, ticket: Ticket) -> None:
@@ -247,7 +255,11 @@ class VtcPolicy(QueuePolicy):
         name = self._counters.least_other(skips, BURST)
         return None if name is None else self._tenants[name].peek()
 
+    def lag(self, ticket: Ticket) -> float:
+        return self._counters.lag(ticket.tenant)
+
     def take(self, ticket: Ticket, now: float) -> None:
+        self._counters.note_taken(ticket.tenant)
         self.remove(ticket)
 
     def remove(self, ticket: Ticket) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shoal.scheduler import refusals
 from shoal.scheduler.dispatched import DispatchedSequence
+from shoal.scheduler.policies import Ticket
 from shoal.scheduler.tiers import TenantTable
 
 
@@ -26,6 +27,8 @@ class TenantLedger:
         self._in_service: Counter[str] = Counter()  # sequences on workers
         self._live_weight = 0.0  # of tenants with live sequences
         self._num_in_service = 0
+        self._prompts: Counter[str] = Counter()  # tokens of the prompts in service
+        self._num_prompt_tokens = 0  # sum of ``_prompts``
         self._several_at = float("-inf")
 
     @property
@@ -63,25 +66,36 @@ class TenantLedger:
             del self._uses[ticket.tenant]
             self._live_weight = self._live_weight - ticket.tenant_weight if self._uses else 0.0
 
-    def start_service(self, tenant: str) -> None:
+    def start_service(self, ticket: Ticket) -> None:
         """A sequence is handed to a worker."""
-        self._in_service[tenant] += 1
+        self._in_service[ticket.tenant] += 1
         self._num_in_service += 1
+        self._prompts[ticket.tenant] += ticket.num_prompt_tokens
+        self._num_prompt_tokens += ticket.num_prompt_tokens
 
-    def end_service(self, tenant: str) -> None:
+    def end_service(self, ticket: Ticket) -> None:
         """A sequence is on a worker no more."""
+        tenant = ticket.tenant
         self._num_in_service -= 1
         self._in_service[tenant] -= 1
+        self._prompts[tenant] -= ticket.num_prompt_tokens
+        self._num_prompt_tokens -= ticket.num_prompt_tokens
         if not self._in_service[tenant]:
             del self._in_service[tenant]
+            del self._prompts[tenant]
 
-    def has_its_share(self, tenant: str, num_slots: int, part: float = 1.0) -> bool:
-        """Whether the tenant has its weight's share of the slots, among those that are about.
+    def has_its_share(self, tenant: str, num_slots: int, num_kv_tokens: int) -> bool:
+        """Whether the tenant has its weight's share, among those that are about, of slots or KV."""
+        weight = self.weight(tenant)
+        slots = self._in_service[tenant] * self._live_weight
+        tokens = self._prompts[tenant] * self._live_weight
+        return slots >= num_slots * weight or tokens >= num_kv_tokens * weight
 
-        With a ``part``, whether it has so much of that share.
-        """
-        share = part * num_slots * self.weight(tenant)
-        return self._in_service[tenant] * self._live_weight >= share
+    def is_modest(self, ticket: Ticket) -> bool:
+        """Whether its tenant has less than its share of the prompts in service, this one in it."""
+        tokens = self._prompts[ticket.tenant] + ticket.num_prompt_tokens
+        total = self._num_prompt_tokens + ticket.num_prompt_tokens
+        return tokens * self._live_weight < total * self.weight(ticket.tenant)
 
     def check_limits(self, tenant: str, num_tokens: int, mean_service_s: float) -> None:
         """Raise RequestError where a new sequence of so many tokens exceeds the tenant's limits."""
@@ -102,15 +116,19 @@ class TenantLedger:
         """Assert that the sums are those of the live sequences. For tests."""
         uses: dict[str, TenantUse] = {}
         in_service: Counter[str] = Counter()
+        prompts: Counter[str] = Counter()
         for sequence in sequences:
             use = uses.setdefault(sequence.ticket.tenant, TenantUse())
             use.num_requests += 1
             use.num_tokens += _most_tokens(sequence)
             if sequence.worker_id is not None:
                 in_service[sequence.ticket.tenant] += 1
+                prompts[sequence.ticket.tenant] += sequence.num_prompt_tokens
         assert uses == self._uses
         assert in_service == self._in_service
         assert in_service.total() == self._num_in_service
+        assert prompts == self._prompts
+        assert prompts.total() == self._num_prompt_tokens
 
 
 def _most_tokens(sequence: DispatchedSequence) -> int:

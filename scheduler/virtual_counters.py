@@ -21,6 +21,7 @@ class VirtualCounters:
         self._offset: dict[str, float] = {}  # of waiting keys
         self._waiting: LazyHeap[str] = LazyHeap()
         self._last_left: str | None = None
+        self._front = 0.0  # the counter of the most served key that was taken
 
     def __contains__(self, key: str) -> bool:
         """Whether the key waits."""
@@ -50,6 +51,14 @@ class VirtualCounters:
         if self._waiting.remove(key):
             del self._offset[key]
             self._last_left = key
+
+    def note_taken(self, key: str) -> None:
+        """One of the key's is served."""
+        self._front = max(self._front, self._service[key])
+
+    def lag(self, key: str) -> float:
+        """How much less the key was served than the most served one that was taken."""
+        return self._front - self.service(key)
 
     def charge(self, key: str, cost: float) -> None:
         """Add to a counter; negative gives back."""

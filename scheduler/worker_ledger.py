@@ -8,7 +8,7 @@ from shoal.scheduler.session_eviction import budget_blocks
 
 # Of a worker's slots and blocks, kept for tenants below their share; see Dispatcher.
 _RESERVED_SLOTS = 1 / 8
-_RESERVED_BLOCKS = 1 / 16
+_RESERVED_BLOCKS = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class WorkerCapacity:
     block_size: int  # tokens
     max_num_seqs: int
     max_model_len: int  # tokens, prompt and output together
+    max_num_batched_tokens: int | None = None  # of one step; None: not known
 
     def num_blocks_for_next(self, sequence: DispatchedSequence) -> int:
         """Blocks of a sequence's known tokens and one more, within its own KV budget."""
@@ -60,6 +61,7 @@ class WorkerLedger:
     num_unexplained: int = 0  # blocks in use at the last report beyond ``num_reserved``
     unproven: set[int] = field(default_factory=set)  # gave no token since they were handed over
     is_isolating: bool = False  # the one unproven sequence is a suspect
+    yielding: dict[int, int] = field(default_factory=dict)  # seq_id -> tokens of their prefill
 
     @property
     def headroom(self) -> int:
@@ -76,6 +78,8 @@ class WorkerLedger:
             return False
         if not self.reserved:
             return True
+        if sequence.urgency < 0 and self.has_enough_yielding:
+            return False
         slots = self.capacity.max_num_seqs
         blocks = self.headroom
         if leaves_reserve:
@@ -84,11 +88,19 @@ class WorkerLedger:
         needed = self.capacity.num_blocks_for_next(sequence)
         return len(self.reserved) < slots and needed <= blocks
 
+    @property
+    def has_enough_yielding(self) -> bool:
+        """Whether prefills that yield fill a step: others are better kept in the queue's order."""
+        most = self.capacity.max_num_batched_tokens
+        return most is not None and sum(self.yielding.values()) >= most
+
     def take(self, sequence: DispatchedSequence, is_suspect: bool) -> None:
         """Enter a sequence that is handed over."""
         self.reserved[sequence.seq_id] = 0
         self.resize(sequence)
         self.unproven.add(sequence.seq_id)
+        if sequence.urgency < 0:
+            self.yielding[sequence.seq_id] = sequence.num_tokens
         self.is_isolating = is_suspect
 
     def grow(self, sequence: DispatchedSequence) -> None:
@@ -110,6 +122,7 @@ class WorkerLedger:
     def prove(self, seq_id: int) -> None:
         """Clear a sequence of suspicion; with the last one, the isolation ends."""
         self.unproven.discard(seq_id)
+        self.yielding.pop(seq_id, None)
         self.is_isolating = self.is_isolating and bool(self.unproven)
 
     def report(self, load: WorkerLoad) -> None:

@@ -49,7 +49,14 @@ class VirtualService:
         self.scheduler = make_scheduler(
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=256
         )
-        capacity = WorkerCapacity(num_blocks, 16, max_num_seqs, self.scheduler.config.max_model_len)
+        config = self.scheduler.config
+        capacity = WorkerCapacity(
+            num_blocks,
+            16,
+            max_num_seqs,
+            config.max_model_len,
+            config.max_num_batched_tokens,
+        )
         dispatcher.worker_ready(1, capacity)
         self.requests: list[Request] = []
         self.done: list[Request] = []
