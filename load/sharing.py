@@ -110,8 +110,8 @@ def tiers(
                 [(name, *_ttfts(of), f"{pauses[name]:.2f}") for name, of in by_tier.items()],
             ),
             "",
-            f"p50 of the highest / of the lowest tier: {p50[0] / p50[1]:.3f}, where a request without "
-            f"a token counts with the time that it had waited. {rate:.2f} requests/s of each tier.",
+            f"p50 of the highest / of the lowest tier: {p50[0] / p50[1]:.3f}, one without "
+            f"a token counted with the time that it had waited. {rate:.2f} requests/s of each tier.",
         ],
         report,
         "Tiers at saturation, on the real server",
