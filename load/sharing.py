@@ -111,7 +111,7 @@ def tiers(
             ),
             "",
             f"p50 of the highest / of the lowest tier: {p50[0] / p50[1]:.3f}, one without "
-            f"a token counted with the time that it had waited. {rate:.2f} requests/s of each tier.",
+            f"a token counted with the time it waited. {rate:.2f} requests/s of each tier.",
         ],
         report,
         "Tiers at saturation, on the real server",
