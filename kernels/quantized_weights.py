@@ -97,6 +97,7 @@ class QuantizedWeight(ABC):
 
 
 Weight = torch.Tensor | QuantizedWeight
+STATE_GROUP = 64  # features of a token's states that share a scale, where states are quantised
 
 
 def join(weights: Sequence[Weight]) -> Weight:
@@ -123,8 +124,9 @@ def dense(weight: Weight) -> torch.Tensor:
 class Int8Weight(QuantizedWeight):
     """Signed bytes with one scale an output feature.
 
-    The states are quantised as they come, each token by its own largest magnitude, so the sums are
-    whole numbers: exact, in whatever order.
+    The states are quantised as they come, each token's in groups of 64 features by their own
+    largest magnitude, so that one outlier costs only its neighbours their precision. The sums of a
+    group are whole numbers: exact, in whatever order.
     """
 
     values: torch.Tensor  # int8 [out_features, in_features]
@@ -140,8 +142,12 @@ class Int8Weight(QuantizedWeight):
 
     def linear(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         quantized, scales = quantize_tokens(states.reshape(-1, self.in_features))
-        sums = int8_product(quantized, self.values)
-        out = sums.float() * (scales * self.scales)
+        out = torch.zeros(len(quantized), self.out_features, device=states.device)
+        for group, scale in enumerate(scales.split(1, dim=1)):
+            columns = slice(group * STATE_GROUP, (group + 1) * STATE_GROUP)
+            sums = int8_product(quantized[:, columns], self.values[:, columns])
+            out = out + sums * scale
+        out = out * self.scales
         if bias is not None:
             out = out + bias.float()
         return out.to(states.dtype).view(*states.shape[:-1], -1)
@@ -213,25 +219,26 @@ class Fp8Weight(QuantizedWeight):
 
 
 def quantize_tokens(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row by its own largest magnitude: int8 like ``states``, and float32 scales [rows, 1].
+    """Each row's groups of 64 by their own largest magnitudes: int8 like ``states``, and float32
+    scales [rows, groups].
 
-    A row with a NaN or an infinity has scale NaN, which makes all its products NaN.
+    A group with a NaN or an infinity has scale NaN, which makes all its row's products NaN.
     """
-    wide = states.float()
-    highest = wide.abs().amax(-1, keepdim=True)
+    rows, columns = states.shape
+    padded = functional.pad(states.float(), (0, -columns % STATE_GROUP))
+    groups = padded.view(rows, -1, STATE_GROUP)
+    highest = groups.abs().amax(-1)
     scales = torch.where(highest.isfinite(), highest / 127.0, torch.nan)
     # One rounding: torch would multiply a number over a tensor by the reciprocal.
     inverse = torch.where(highest > 0, torch.full_like(highest, 127.0) / highest, 0.0)
-    steps = (wide * inverse).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127)
-    return steps.to(torch.int8), scales
+    steps = (groups * inverse[..., None]).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127)
+    return steps.to(torch.int8).flatten(1)[:, :columns], scales
 
 
 def int8_product(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """int8 [m, k] times int8 [n, k]: exact int32 [m, n]."""
-    if states.device.type == "cpu":
-        return torch._int_mm(states, weight.t())
-    # Elsewhere integer products ask for sizes of their own; float64 holds these sums exactly.
-    return (states.double() @ weight.double().t()).to(torch.int32)
+    """int8 [m, k] times int8 [n, k] as float32 [m, n]: exact, k being at most a group of states."""
+    assert states.shape[1] <= STATE_GROUP  # 64 * 128 * 127 is within the 24 bits of a float32
+    return states.float() @ weight.float().t()
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:

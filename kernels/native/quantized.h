@@ -15,43 +15,58 @@ inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1)
 // --- int8: unsigned weights (128 is zero) times signed states -----------------------------------
 //
 // A panel: [k / 4][32][4] bytes, k padded with zero, then 32 float scales.
-// A prepared row: the states, k padded to 4, then at the end of the row: float scale, and int32
-// 128 times the sum of the states, which the offset of the weights adds to every product.
+// A prepared row: the states, k padded to 4, then at the end of the row, for each group of 64: a
+// float scale, and int32 128 times the sum of the states, which the offset of the weights adds.
 
 constexpr int64_t kRowAlign = 64;
-constexpr int64_t kInt8Tail = 8;
+constexpr int64_t kStateGroup = 64;
 
+struct GroupTail {
+  float scale;
+  int32_t offset;
+};
+
+inline int64_t state_groups(int64_t k) { return (k + kStateGroup - 1) / kStateGroup; }
 inline int64_t int8_panel_bytes(int64_t k) { return round_up(k, 4) * kPanel + 4 * kPanel; }
-inline int64_t int8_row_bytes(int64_t k) { return round_up(round_up(k, 4) + kInt8Tail, kRowAlign); }
+inline int64_t int8_tail_bytes(int64_t k) { return state_groups(k) * int64_t(sizeof(GroupTail)); }
+inline int64_t int8_row_bytes(int64_t k) {
+  return round_up(round_up(k, 4) + int8_tail_bytes(k), kRowAlign);
+}
 
-// Each row by its own largest magnitude, as quantize_tokens in quantized_weights.py. A row that is
+// A group by its own largest magnitude, as quantize_tokens in quantized_weights.py. One that is
 // not finite gets scale NaN.
 template <class T>
-void prepare_int8(const T* in, int64_t k, char* out) {
+GroupTail prepare_group(const T* in, int64_t count, int8_t* out) {
   float highest = 0;
   bool finite = true;
-  for (int64_t i = 0; i < k; i++) {
+  for (int64_t i = 0; i < count; i++) {
     const float value = std::fabs(to_float(in[i]));
     finite &= value <= 3.402823466e38f;
     highest = value > highest ? value : highest;
   }
   const float inverse = highest > 0 && finite ? 127.0f / highest : 0.0f;
-  int8_t* values = reinterpret_cast<int8_t*>(out);
   int32_t sum = 0;
-  for (int64_t i = 0; i < k; i++) {
+  for (int64_t i = 0; i < count; i++) {
     const float scaled = finite ? to_float(in[i]) * inverse : 0.0f;
     // Adding 1.5 * 2^23 rounds to the nearest whole number, ties to even.
     const float whole = (scaled + 12582912.0f) - 12582912.0f;
     const int32_t step = int32_t(whole > 127.0f ? 127.0f : whole < -127.0f ? -127.0f : whole);
-    values[i] = int8_t(step);
+    out[i] = int8_t(step);
     sum += step;
   }
+  return {finite ? highest / 127.0f : std::nanf(""), 128 * sum};
+}
+
+template <class T>
+void prepare_int8(const T* in, int64_t k, char* out) {
+  int8_t* values = reinterpret_cast<int8_t*>(out);
+  char* tail = out + int8_row_bytes(k) - int8_tail_bytes(k);
+  for (int64_t first = 0; first < k; first += kStateGroup, tail += sizeof(GroupTail)) {
+    const GroupTail group =
+        prepare_group(in + first, std::min(kStateGroup, k - first), values + first);
+    std::memcpy(tail, &group, sizeof group);
+  }
   for (int64_t i = k; i < round_up(k, 4); i++) values[i] = 0;
-  const float scale = finite ? highest / 127.0f : std::nanf("");
-  const int32_t offset = 128 * sum;
-  char* tail = out + int8_row_bytes(k) - kInt8Tail;
-  std::memcpy(tail, &scale, 4);
-  std::memcpy(tail + 4, &offset, 4);
 }
 
 // acc + the products of four neighbouring k in each lane: unsigned weights, signed states.
@@ -74,35 +89,41 @@ inline IntVec quad_multiply_add(IntVec weights, IntVec states, IntVec acc) {
 
 template <int kRows>
 inline void int8_rows(const char* a, int64_t a_stride, const char* panel, int64_t k, float* out) {
-  IntVec sums[kRows][kVecs] = {};
-  const int64_t num_quads = (k + 3) / 4;
-  for (int64_t quad = 0; quad < num_quads; quad++) {
-    const char* source = panel + quad * 4 * kPanel;
-    IntVec weights[kVecs];
-    std::memcpy(weights, source, sizeof weights);
-    __builtin_prefetch(source + kPrefetchBytes);
-    __builtin_prefetch(source + kPrefetchBytes + 64);
+  constexpr int64_t group_quads = kStateGroup / 4;
+  Vec totals[kRows][kVecs] = {};
+  const int64_t num_quads = (k + 3) / 4, tail_bytes = int8_tail_bytes(k);
+  for (int64_t first = 0; first < num_quads; first += group_quads) {
+    IntVec sums[kRows][kVecs] = {};
+    for (int64_t quad = first; quad < std::min(first + group_quads, num_quads); quad++) {
+      const char* source = panel + quad * 4 * kPanel;
+      IntVec weights[kVecs];
+      std::memcpy(weights, source, sizeof weights);
+      __builtin_prefetch(source + kPrefetchBytes);
+      __builtin_prefetch(source + kPrefetchBytes + 64);
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; row++) {
+        int32_t four;
+        std::memcpy(&four, a + row * a_stride + 4 * quad, sizeof four);
+        const IntVec states = four - IntVec{};
+        for (int v = 0; v < kVecs; v++)
+          sums[row][v] = quad_multiply_add(weights[v], states, sums[row][v]);
+      }
+    }
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; row++) {
-      int32_t four;
-      std::memcpy(&four, a + row * a_stride + 4 * quad, sizeof four);
-      const IntVec states = four - IntVec{};
-      for (int v = 0; v < kVecs; v++)
-        sums[row][v] = quad_multiply_add(weights[v], states, sums[row][v]);
+      GroupTail tail;
+      const int64_t group = first / group_quads;
+      std::memcpy(&tail, a + (row + 1) * a_stride - tail_bytes + group * sizeof tail, sizeof tail);
+      for (int v = 0; v < kVecs; v++) {
+        const Vec sum = __builtin_convertvector(sums[row][v] - tail.offset, Vec);
+        totals[row][v] = multiply_add(sum, splat(tail.scale), totals[row][v]);
+      }
     }
   }
   const float* scales = reinterpret_cast<const float*>(panel + num_quads * 4 * kPanel);
-  for (int row = 0; row < kRows; row++) {
-    float scale;
-    int32_t offset;
-    const char* tail = a + row * a_stride + a_stride - kInt8Tail;
-    std::memcpy(&scale, tail, 4);
-    std::memcpy(&offset, tail + 4, 4);
-    for (int v = 0; v < kVecs; v++) {
-      const Vec sum = __builtin_convertvector(sums[row][v] - offset, Vec);
-      store(out + row * kPanel + v * kLanes, sum * (splat(scale) * load(scales + v * kLanes)));
-    }
-  }
+  for (int row = 0; row < kRows; row++)
+    for (int v = 0; v < kVecs; v++)
+      store(out + row * kPanel + v * kLanes, totals[row][v] * load(scales + v * kLanes));
 }
 
 // --- int4: values 0 to 15 in groups along k, times states as they are ----------------------------

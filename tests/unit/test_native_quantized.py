@@ -45,13 +45,14 @@ def exact(states: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor) -> 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("num_rows", [1, 3, 13, 50])
-def test_int8_equals_the_reference(
+def test_int8_is_close_to_the_reference(
     native: NativeLibrary, dtype: torch.dtype, num_rows: int, n: int, k: int
 ) -> None:
     weight, bias = SCHEMES["int8"](normal(n, k), dtype), normal(n, seed=2, dtype=dtype)
     states = normal(num_rows, k, seed=3, dtype=dtype)
     out = native.linear(states, native.pack_linear(weight, bias))
-    assert torch.equal(out, linear(states.float(), weight, bias))
+    expected = linear(states.float(), weight, bias)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5 * k**0.5)
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
@@ -203,6 +204,4 @@ def test_other_instructions_give_the_same(
             ours, theirs = (
                 library.linear(states, library.pack_linear(weight)) for library in (native, other)
             )
-            if kind == "int8":
-                assert torch.equal(ours, theirs)
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)

@@ -66,15 +66,18 @@ def test_int8_multiplies_whole_numbers() -> None:
     assert isinstance(packed, Int8Weight)
     states = normal(7, 300, seed=1)
     values, scales = quantize_tokens(states)
-    exact = (values.double() @ packed.values.double().t()) * scales * packed.scales
-    torch.testing.assert_close(linear(states, packed).double(), exact, rtol=1e-6, atol=1e-6)
+    wide = values.double() * scales.repeat_interleave(64, dim=1)[:, :300]
+    exact = (wide @ packed.values.double().t()) * packed.scales
+    torch.testing.assert_close(linear(states, packed).double(), exact, rtol=1e-5, atol=1e-5)
     loss = linear(states, packed) - functional.linear(states, packed.dequantize())
-    assert bool((loss.abs() <= 0.03 * states.norm(dim=1, keepdim=True)).all())
+    assert bool((loss.abs() <= 0.02 * states.norm(dim=1, keepdim=True)).all())
 
 
 def test_int8_product_is_exact_at_its_largest() -> None:
-    states = torch.full((2, 5000), -127, dtype=torch.int8)
-    assert int8_product(states, states[:1]).tolist() == [[5000 * 127**2]] * 2
+    states = torch.full((2, 64), -127, dtype=torch.int8)
+    states[1, 0] = -126
+    expected = [[64 * 127 * 128], [64 * 127 * 128 - 128]]
+    assert int8_product(states, torch.full((1, 64), -128, dtype=torch.int8)).tolist() == expected
 
 
 def test_quantised_tokens_do_not_depend_on_each_other_and_keep_nan_apart() -> None:
@@ -85,6 +88,14 @@ def test_quantised_tokens_do_not_depend_on_each_other_and_keep_nan_apart() -> No
     assert bool(out[1:3].isnan().all())
     assert torch.equal(out[::3], linear(states[::3], packed))
     assert bool(out[::3].isfinite().all())
+
+
+def test_an_outlier_costs_only_its_group_precision() -> None:
+    states = normal(1, 128)
+    states[0, 3] = 1e6
+    values, scales = quantize_tokens(states)
+    assert not bool(values[0, 4:64].any())
+    assert (values[0, 64:] * scales[0, 1] - states[0, 64:]).abs().max() < 0.02
 
 
 def test_int4_values_round_trip() -> None:
