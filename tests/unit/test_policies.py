@@ -296,3 +296,14 @@ def test_a_quiet_time_earns_a_bounded_credit() -> None:
     assert counters.service("light") == 930.0
     counters.enter("new", credit=100.0)
     assert counters.service("new") == 930.0  # a stranger has earned nothing
+
+
+def test_lag_is_behind_the_most_served_that_was_taken() -> None:
+    counters = VirtualCounters()
+    counters.enter("flood")
+    counters.enter("light")
+    counters.charge("flood", 300.0)
+    assert counters.lag("light") == 0.0  # nothing of the flood was taken since
+    counters.note_taken("flood")
+    assert counters.lag("light") == 300.0
+    assert counters.lag("flood") == 0.0
