@@ -150,6 +150,17 @@ def write_tiny_model(name: str, folder: Path, dtype: torch.dtype, **overrides: A
             kept = parameter if parameter.dim() == 1 else 0.0
             parameter.copy_(kept + 0.2 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = aligned(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
     assert model.config._attn_implementation == "sdpa"
+    return model
+
+
+def aligned(model: Any) -> Any:
+    """A model of transformers with its weights in memory of torch's own.
+
+    from_pretrained maps files, where tensors begin at any multiple of four bytes; a product of
+    float32 may then take another path and round otherwise than from aligned memory.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
     return model

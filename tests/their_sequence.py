@@ -38,14 +38,3 @@ def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
     """Token ids that depend on the arguments alone."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
-
-
-def aligned(model: Any) -> Any:
-    """The model with its weights in memory of torch's own.
-
-    from_pretrained maps files, where tensors begin at any multiple of four bytes; a product of
-    float32 may then take another path and round otherwise than from aligned memory.
-    """
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-    return model

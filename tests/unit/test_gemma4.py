@@ -12,7 +12,7 @@ import torch
 from builders import make_sampling
 from gemma4_forms import SMALL, VARIANTS, WINDOW, fill
 from paged_runs import BLOCK_SIZE, make_cache, make_paged_sequence, run_step
-from their_sequence import TheirSequence, aligned, random_ids, their_greedy
+from their_sequence import TheirSequence, random_ids, their_greedy
 from tiny_runs import generate
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +26,7 @@ from shoal.backend.engine_config import ConfigError
 from shoal.backend.models.gemma4 import Gemma4ForCausalLM
 from shoal.backend.models.registry import config_from_hf
 from shoal.backend.weights.loader import LoadedModel, load_model
+from shoal.load.tiny_models import aligned
 from shoal.scheduler.eviction import make_eviction_policy
 from shoal.scheduler.sequence import Sequence
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gemma4_forms import SMALL, VARIANTS, fill
 from paged_runs import make_cache, make_paged_sequence
-from their_sequence import aligned, random_ids
+from their_sequence import random_ids
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
@@ -19,6 +19,7 @@ from shoal.backend.forward_batch import SoftTokens
 from shoal.backend.model_runner import build_forward_batch
 from shoal.backend.models.gemma4_vision import Gemma4Vision, load_gemma4_vision
 from shoal.backend.weights.loader import LoadedModel, load_model
+from shoal.load.tiny_models import aligned
 from shoal.scheduler.outputs import ScheduledSequence
 
 IMAGE, BEGIN, END = 300, 301, 302

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM as TransformersLlama
 
 from shoal.backend.models.decoder import Decoder
 from shoal.backend.weights.loader import load_model
+from shoal.load.tiny_models import aligned
 
 # The argument is named otherwise only in the newest versions.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
@@ -90,7 +91,7 @@ def make_pair(folder: Path, dtype: torch.dtype, **overrides: Any) -> Pair:
         # Norm weights of one and biases of zero would hide mistakes.
         torch.nn.init.normal_(parameter, mean=0.05, std=0.2)
     theirs.save_pretrained(folder)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    theirs = aligned(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
     assert theirs.config._attn_implementation == "sdpa"
     return Pair(theirs, load_model(folder, dtype).model)
 
