@@ -43,14 +43,18 @@ def quantize_fp8(weight: torch.Tensor, dtype: torch.dtype) -> Fp8Weight:
 
 
 def quantize_int4(
-    weight: torch.Tensor, dtype: torch.dtype, group_size: int = INT4_GROUP
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    group_size: int = INT4_GROUP,
+    symmetric: bool = False,
 ) -> Int4Weight:
     """Each group of ``group_size`` input features with the scale and zero point that leave the
-    least squared error among some ranges at and below its own."""
+    least squared error among some ranges at and below its own. ``symmetric``: the zero point is 8.
+    """
 
     def chunk(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         groups, present = _grouped(rows, group_size)
-        scales, zeros = _best_grid(groups, present)
+        scales, zeros = _best_grid(groups, present, symmetric)
         steps = _int4_steps(groups, scales.float(), zeros)
         values = steps.flatten(1)[:, : rows.shape[1]].to(torch.uint8)
         return pack_int4(values), scales, zeros.to(torch.uint8)
@@ -89,15 +93,22 @@ def _grouped(rows: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.T
     return torch.nn.functional.pad(rows, (0, padding)).view(shape), present.view(shape)
 
 
-def _best_grid(groups: torch.Tensor, present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _best_grid(
+    groups: torch.Tensor, present: torch.Tensor, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales in bfloat16 and zero points (float, whole), both [n, num_groups]."""
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
     best = torch.full_like(low, torch.inf)
     best_scales = torch.ones_like(low, dtype=torch.bfloat16)
     best_zeros = torch.zeros_like(low)
     for shrink in _SHRINKS:
         scales = _nonzero((high - low) * (shrink / 15.0)).to(torch.bfloat16)
         zeros = (-low * shrink / scales.float()).round().clamp(0, 15)
+        if symmetric:
+            zeros = torch.full_like(zeros, 8)
         steps = _int4_steps(groups, scales.float(), zeros)
         restored = (steps - zeros[..., None]) * scales.float()[..., None]
         error = ((restored - groups).square() * present).sum(-1)

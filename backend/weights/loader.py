@@ -42,7 +42,7 @@ def load_model(
     source = open_checkpoint(path)
     config = source.config
     shapes = weight_shapes(config)
-    _check_tensors(source, shapes, config)
+    check_tensors(source, shapes, config)
     formats = plan_formats(shapes, quantization)
     tensors = _load_tensors(source, shapes, formats, dtype, device, progress or _ignore)
     return LoadedModel(build_model(config, tensors), config)
@@ -62,9 +62,10 @@ def open_checkpoint(path: Path) -> GgufCheckpoint | SafetensorsCheckpoint:
     return GgufCheckpoint(path)
 
 
-def _check_tensors(
+def check_tensors(
     source: TensorSource, shapes: dict[str, tuple[int, ...]], config: AnyConfig
 ) -> None:
+    """Raise ConfigError unless a checkpoint holds exactly the tensors of its model."""
     names = source.names()
     for name, shape in shapes.items():
         if name not in names:

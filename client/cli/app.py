@@ -212,6 +212,20 @@ def models(
 
 
 @app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="Folder with config.json and safetensors.")],
+    target: Annotated[Path, typer.Argument(help="New folder for the quantised checkpoint.")],
+    scheme: Annotated[str, typer.Option("--quantization", help="int8, int4 or fp8.")] = "int8",
+) -> None:
+    """Write a quantised copy of a checkpoint, as transformers and vLLM read it too."""
+    from shoal.backend.weights.quantized_writer import write_quantized
+
+    write_quantized(source, target, scheme)
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    typer.echo(f"{target}: {scheme}, {size / 2**20:.0f} MiB of weights")
+
+
+@app.command()
 def doctor(
     config: Config = None,
     host: Host = None,
