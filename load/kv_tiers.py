@@ -24,8 +24,7 @@ from shoal.scheduler.sampling_params import SamplingParams
 
 VOCAB = range(1000, 40_000)
 BLOCK_SIZE = 16
-NUM_REQUESTS, NUM_FIT = 40, 10
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 48
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 40
 TIERS = ("computed", "device", "host", "disk")
 
 
@@ -116,12 +115,13 @@ def _expected(tier: str) -> tuple[bool, bool]:
     return tier != "computed", tier in ("host", "disk")
 
 
-def four_times_too_many(weights: str) -> list[str]:
-    """Rows of a table: ways to serve 40 sequences where 10 fit."""
+def four_times_too_many(weights: str, num_fit: int) -> list[str]:
+    """Rows of a table: ways to serve sequences where a quarter of them fit."""
+    num_requests = 4 * num_fit
     draw = random.Random(1)
-    prompts = [draw.choices(VOCAB, k=PROMPT_TOKENS) for _ in range(NUM_REQUESTS)]
+    prompts = [draw.choices(VOCAB, k=PROMPT_TOKENS) for _ in range(num_requests)]
     longest = PROMPT_TOKENS + OUTPUT_TOKENS
-    few = NUM_FIT * -(-longest // BLOCK_SIZE)
+    few = num_fit * -(-longest // BLOCK_SIZE)
     modes: dict[str, dict[str, Any]] = {
         "room for all": {"num_kv_blocks": 4 * few, "prefix_caching": False},
         "recompute": {"num_kv_blocks": few, "prefix_caching": False},
@@ -137,7 +137,11 @@ def four_times_too_many(weights: str) -> list[str]:
     rows = []
     for name, settings in modes.items():
         bench = Bench(
-            weights=weights, dtype="float32", max_model_len=longest + 8, max_num_seqs=40, **settings
+            weights=weights,
+            dtype="float32",
+            max_model_len=longest + 8,
+            max_num_seqs=num_requests,
+            **settings,
         )
         start = time.perf_counter()
         answers = bench.ask(prompts, OUTPUT_TOKENS)
@@ -146,7 +150,7 @@ def four_times_too_many(weights: str) -> list[str]:
         memory = bench.memory
         rows.append(
             f"| {name} | {elapsed:.1f} | {bench.num_preemptions} | {memory.num_restores} | "
-            f"{memory.num_promoted_blocks} | {num_equal} of {NUM_REQUESTS} |"
+            f"{memory.num_promoted_blocks} | {num_equal} of {num_requests} |"
         )
     return rows
 
@@ -155,12 +159,13 @@ def main(
     weights: str = "smollm2-135m-instruct",
     prompt_tokens: int = 1000,
     rounds: int = 5,
+    num_fit: Annotated[int, typer.Option(help="Sequences that the KV cache holds.")] = 10,
     report: Annotated[Path | None, typer.Option(help="Write Markdown there.")] = None,
 ) -> None:
     """Print two tables; with --report also write them."""
     with tempfile.TemporaryDirectory() as folder:
         first = time_to_first_token(weights, prompt_tokens, rounds, Path(folder))
-    second = four_times_too_many(weights)
+    second = four_times_too_many(weights, num_fit)
     lines = [
         f"A prompt of {prompt_tokens} random tokens, asked again after others have pushed its "
         f"blocks down to the tier; {rounds} rounds.",
@@ -169,8 +174,8 @@ def main(
         "|---|---|---|---|",
         *first,
         "",
-        f"{NUM_REQUESTS} requests at once, of {PROMPT_TOKENS} random tokens and {OUTPUT_TOKENS} "
-        f"more, in float32, where the KV cache holds {NUM_FIT} at their longest. Texts are "
+        f"{4 * num_fit} requests at once, of {PROMPT_TOKENS} random tokens and {OUTPUT_TOKENS} "
+        f"more, in float32, where the KV cache holds {num_fit} at their longest. Texts are "
         "compared with those of each request alone.",
         "",
         "| | seconds | preemptions | checkpoints restored | prefix blocks restored | same text |",
