@@ -87,11 +87,11 @@ def _independent_runs(copies: Iterable[BlockCopy]) -> Iterator[list[BlockCopy]]:
 def _copy_blocks(
     source: torch.Tensor, source_ids: list[int], target: torch.Tensor, target_ids: list[int]
 ) -> None:
-    """Blocks are dimension 1 of both. To and from a GPU the memory is page-locked, and the copies
-    keep the stream's order."""
+    """Blocks are dimension 1 of both. To and from a GPU each copy is waited for: a host block may
+    be written by the CPU, or go to disk, right afterwards."""
     if source.device == target.device:
         blocks = source.index_select(1, torch.tensor(source_ids))
         target.index_copy_(1, torch.tensor(target_ids), blocks)
         return
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
-        target[:, target_id].copy_(source[:, source_id], non_blocking=True)
+        target[:, target_id].copy_(source[:, source_id])
