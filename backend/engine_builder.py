@@ -24,7 +24,7 @@ from shoal.backend.models.any_config import ServedConfig
 from shoal.backend.models.decoder import Decoder
 from shoal.backend.models.native_decoder import NativeDecoder, missing_ops
 from shoal.backend.pressure_guard import PressureGuard
-from shoal.backend.runners import ServedModel, load_with_runner
+from shoal.backend.runners import ServedModel, ServedWeights, load_with_runner
 from shoal.backend.self_test import test_at_start
 from shoal.backend.step_log import StepLog
 from shoal.backend.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     native = choose_kernels(config.kernels, device, progress)
     dtype = choose_dtype(config.dtype, native)
     loaded = load_with_runner(config, dtype, device, progress)
-    native = _able(native, loaded.config, config.kernels)
+    native = _able(native, loaded, config.kernels)
     model = _on_kernels(loaded.model, native, progress)
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
@@ -163,17 +163,20 @@ def choose_kernels(name: str, device: torch.device, progress: Progress) -> Nativ
     return library
 
 
-def _able(native: NativeLibrary | None, model: ServedConfig, setting: str) -> NativeLibrary | None:
+def _able(
+    native: NativeLibrary | None, loaded: ServedWeights, setting: str
+) -> NativeLibrary | None:
     """The native kernels if they can run this model."""
-    missing = missing_ops(model) if native else None
+    family = loaded.config.family
+    missing = missing_ops(loaded.config, loaded.model) if native else None
     if missing is None:
         return native
     if setting == "native":
-        raise ConfigError(f"kernels: native cannot run {model.family}: no {missing}. Set auto.")
+        raise ConfigError(f"kernels: native cannot run {family}: no {missing}. Set auto.")
     logger.warning(
         "The torch reference computes instead of the native kernels, which lack what this model "
         "(%s) needs: %s. It is slower, and a text can depend on what else runs.",
-        model.family,
+        family,
         missing,
     )
     return None

@@ -152,6 +152,9 @@ def write_tiny_model(name: str, folder: Path, dtype: torch.dtype, **overrides: A
     model.save_pretrained(folder)
     model = aligned(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
     assert model.config._attn_implementation == "sdpa"
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Files are mapped: their tensors begin anywhere, and products may round otherwise there.
+        tensor.data = tensor.data.clone()
     return model
 
 

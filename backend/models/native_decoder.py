@@ -18,10 +18,15 @@ from shoal.kernels.quantized_weights import QuantizedWeight, Weight, dense, join
 _GATED_EPILOGUES = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
 
 
-def missing_ops(config: ServedConfig) -> str | None:
-    """What a model needs and the native kernels lack; None if they can run it."""
+def missing_ops(config: ServedConfig, model: object = None) -> str | None:
+    """What a model needs and the native kernels lack; None if they can run it.
+
+    ``model`` is the loaded one, where how its weights are packed counts too.
+    """
     if not isinstance(config, ModelConfig):
         return f"the layers of {config.family}"
+    if isinstance(model, Decoder) and model.has_packed_experts:
+        return "products with packed experts"
     return None
 
 

@@ -170,3 +170,90 @@ def test_rope_factors_must_fit_the_head() -> None:
     assert rope.kind == "factors"
     with pytest.raises(ConfigError, match=r"rope_freqs\.weight must hold 4"):
         config_from_gguf(GGUF, (), (1.0,))
+
+
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4},
+    "mistral": {"architectures": ["MistralForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
+}
+
+
+def family_config(name: str, **changes: Any) -> Any:
+    return config_from_hf(HF | FAMILY_CONFIGS[name] | changes)
+
+
+def test_layers_as_the_families_have_them_by_default() -> None:
+    rotated = [layer.rope is not None for layer in family_config("smollm3").layers]
+    assert rotated == [True, True, True, False]
+    assert {layer.window for layer in family_config("mistral").layers} == {4096}
+    assert {layer.window for layer in family_config("mistral", sliding_window=None).layers} == {
+        None
+    }
+    qwen2 = family_config("qwen2", sliding_window=8, max_window_layers=1)
+    assert [layer.window for layer in qwen2.layers] == [None, 8]
+    assert qwen2.attention_bias
+    assert not qwen2.output_bias
+    assert family_config("qwen3").layers[0].head_dim == 128
+    gemma3 = family_config("gemma3", sliding_window=8)
+    assert [layer.window for layer in gemma3.layers] == [8] * 5 + [None]
+    thetas = [layer.rope.theta for layer in gemma3.layers if layer.rope]
+    assert thetas == [10000.0] * 5 + [1000000.0]
+    assert gemma3.attention_scale == 256**-0.5
+    moe = family_config("qwen3_moe", mlp_only_layers=[0])
+    assert [layer.is_sparse for layer in moe.layers] == [False, True]
+
+
+def test_rope_of_older_gemma3_configs() -> None:
+    gemma3 = family_config(
+        "gemma3",
+        sliding_window=8,
+        rope_theta=5e5,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    local, full = gemma3.layers[0].rope, gemma3.layers[5].rope
+    assert local is not None
+    assert full is not None
+    assert (local.theta, local.kind) == (2e4, "default")
+    assert (full.theta, full.kind, full.factor) == (5e5, "linear", 8.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("qwen2", {"sliding_window": 8, "layer_types": ["odd", "odd"]}, "layer_types"),
+        ("qwen2", {"sliding_window": "8"}, "sliding_window"),
+        ("gemma3", {"sliding_window": 8, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3", {"sliding_window": None}, "sliding_window"),
+        ("gemma3", {"sliding_window": 8, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma3", {"sliding_window": 8, "hidden_activation": "relu"}, "hidden_activation"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts"),
+    ],
+)
+def test_bad_family_config_is_refused_by_name(
+    name: str, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        family_config(name, **change)
+
+
+def test_refusal_lists_what_can_run() -> None:
+    with pytest.raises(ConfigError, match="Supported: LlamaForCausalLM, .*Gemma3ForCausalLM"):
+        config_from_hf(HF | {"architectures": ["BertModel"]})
+    with pytest.raises(ConfigError, match="Supported: llama, .*qwen3moe"):
+        config_from_gguf(GGUF | {"general.architecture": "mamba"}, ())
