@@ -188,7 +188,9 @@ class DispatchLoop:
                 self._live[order.seq_id] = LiveRequest(order.seq_id, order.sink, order.at)
             case Rejected():
                 if order.tier is not None:
-                    self._dispatcher.note_refused(order.tier, order.error.code, order.was_full)
+                    self._dispatcher.note_refused(
+                        order.tier, order.error.code, order.was_full, time.monotonic()
+                    )
                 self._fail(order.seq_id, order.error)
             case Cancelled():
                 self._cancel(order.seq_id)

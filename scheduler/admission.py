@@ -35,6 +35,7 @@ class Admission:
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._num_refused = 0  # told to retry, less the places freed since
+        self._promised_until = 0.0  # seconds: the last place that a refused client was promised
         self._mean_service_s = _DEFAULT_SERVICE_S
 
     def enqueue(self, sequence: DispatchedSequence, is_new: bool) -> None:
@@ -60,19 +61,20 @@ class Admission:
         self._mean_service_s += _SERVICE_SMOOTHING * (service_s - self._mean_service_s)
         self.drain_meter.note_finished(num_outputs)
 
-    def note_refused(self) -> None:
-        """Count a request that was refused elsewhere, by an estimate of a full queue."""
-        self._num_refused += 1
+    def note_refused(self, now: float) -> None:
+        """Promise a place to a request that was refused elsewhere, by an estimate."""
+        self.next_retry_ms(now)
 
     def note_empty(self) -> None:
         """Nothing is queued, so whoever comes back finds a place."""
         self._num_refused = 0
+        self._promised_until = 0.0
 
     def check_tenant(self, tenant: str, num_tokens: int) -> None:
         """Raise RequestError where a new sequence of so many tokens exceeds a tenant's limits."""
         self.tenants.check_limits(tenant, num_tokens, self._mean_service_s)
 
-    def make_place(self, tenant: str, tier: Tier, num_tokens: int) -> list[Ticket]:
+    def make_place(self, tenant: str, tier: Tier, num_tokens: int, now: float) -> list[Ticket]:
         """What must be shed for a new sequence. Raises RequestError when the queue stays full.
 
         Lower tiers make way; under a fair policy, then the tenant with the most queued.
@@ -90,15 +92,24 @@ class Admission:
                 tenant, weight, tier.weight, requests_over, tokens_over
             )
         if not victims:
-            raise self._queue_full(requests_over > 0)
+            raise self._queue_full(requests_over > 0, now)
         return victims
 
-    def next_retry_ms(self) -> int:
-        """Each refused client is told when the place after those promised before comes free."""
-        self._num_refused += 1
-        return refusals.retry_ms(self._interval_s * self._num_refused)
+    def next_retry_ms(self, now: float) -> int:
+        """Each refused client is told when the place after those promised before comes free.
 
-    def estimate(self, *, has_free_slot: bool, is_draining: bool) -> DrainEstimate:
+        But no later than one after the last promise, so that a new estimate leaves no gap in which
+        nobody comes back.
+        """
+        interval_s = self._interval_s
+        self._num_refused += 1
+        wait_s = min(
+            self._num_refused * interval_s, max(0.0, self._promised_until - now) + interval_s
+        )
+        self._promised_until = max(self._promised_until, now + wait_s)
+        return refusals.retry_ms(wait_s)
+
+    def estimate(self, now: float, *, has_free_slot: bool, is_draining: bool) -> DrainEstimate:
         """How long a new sequence would wait. Holds the live sums, not copies."""
         queue = self.queue
         num_queued = len(queue)
@@ -121,18 +132,20 @@ class Admission:
             work_by_tenant=queue.work_by_tenant,
             lowest_weight=queue.lowest_weight,
             interval_s=self._interval_s,
-            num_refused=self._num_refused,
+            num_refused=min(
+                self._num_refused, round(max(0.0, self._promised_until - now) / self._interval_s)
+            ),
         )
 
     def _enter_queue(self, sequence: DispatchedSequence, is_new: bool) -> None:
         work = sequence.num_prompt_tokens + sequence.ticket.expected_outputs
         self.queue.enter(sequence.ticket, sequence.num_tokens, work, is_new)
 
-    def _queue_full(self, is_by_requests: bool) -> RequestError:
+    def _queue_full(self, is_by_requests: bool, now: float) -> RequestError:
         if is_by_requests:
-            return refusals.queue_full(self._max_queued_requests, self.next_retry_ms())
+            return refusals.queue_full(self._max_queued_requests, self.next_retry_ms(now))
         assert self._max_queued_tokens is not None
-        return refusals.queue_full_of_tokens(self._max_queued_tokens, self.next_retry_ms())
+        return refusals.queue_full_of_tokens(self._max_queued_tokens, self.next_retry_ms(now))
 
     @property
     def _interval_s(self) -> float:

@@ -155,8 +155,8 @@ class Dispatcher:
                 raise self._fleet.too_long(num_tokens)
             self._admission.check_tenant(tenant, num_tokens + (sampling.max_tokens or 0))
             if timeout_s is not None:
-                self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now)
-            deliveries = self._make_place(tenant, tier, num_tokens)
+                self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now, now)
+            deliveries = self._make_place(tenant, tier, num_tokens, now)
         except RequestError as error:
             self._counts[tier.name].refused[error.code] += 1
             raise
@@ -191,18 +191,18 @@ class Dispatcher:
 
     def estimate(self, now: float) -> DrainEstimate:
         """A snapshot of how long a new sequence would wait, for any thread to ask."""
-        estimate = self._estimate()
+        estimate = self._estimate(now)
         return replace(
             estimate,
             work_by_tier=dict(estimate.work_by_tier),
             work_by_tenant=dict(estimate.work_by_tenant),
         )
 
-    def note_refused(self, tier: Tier, code: str, was_full: bool) -> None:
+    def note_refused(self, tier: Tier, code: str, was_full: bool, now: float) -> None:
         """Count a request that was refused elsewhere; ``was_full``: it was told when to retry."""
         self._counts[tier.name].refused[code] += 1
         if was_full:
-            self._admission.note_refused()
+            self._admission.note_refused(now)
 
     def expire(self, now: float) -> list[Delivery]:
         """End the sequences whose time is over; workers are told with the next poll."""
@@ -489,30 +489,32 @@ class Dispatcher:
         aborts, self._aborts = self._aborts, []
         return aborts
 
-    def _make_place(self, tenant: str, tier: Tier, num_tokens: int) -> list[Delivery]:
+    def _make_place(self, tenant: str, tier: Tier, num_tokens: int, now: float) -> list[Delivery]:
         """Shed what a new sequence needs gone. Raises RequestError when the queue stays full."""
-        victims = self._admission.make_place(tenant, tier, num_tokens)
+        victims = self._admission.make_place(tenant, tier, num_tokens, now)
         for victim in victims:
             self._counts[victim.tier.name].shed += 1
         return [
             self._fail(
-                self._sequences[victim.seq_id], refusals.shed(self._admission.next_retry_ms())
+                self._sequences[victim.seq_id], refusals.shed(self._admission.next_retry_ms(now))
             )
             for victim in victims
         ]
 
-    def _check_deadline(self, tenant: str, tier: Tier, timeout_s: float, left_s: float) -> None:
+    def _check_deadline(
+        self, tenant: str, tier: Tier, timeout_s: float, left_s: float, now: float
+    ) -> None:
         if left_s <= 0:
             self._counts[tier.name].timed_out += 1
             raise refusals.timed_out(timeout_s)
-        wait_s = self._estimate().wait_s(tenant, tier)
+        wait_s = self._estimate(now).wait_s(tenant, tier)
         if wait_s > left_s:
             raise refusals.deadline(wait_s, timeout_s)
 
-    def _estimate(self) -> DrainEstimate:
+    def _estimate(self, now: float) -> DrainEstimate:
         """Holds the live sums, not copies."""
         return self._admission.estimate(
-            has_free_slot=self._fleet.has_free_slot, is_draining=self.is_draining
+            now, has_free_slot=self._fleet.has_free_slot, is_draining=self.is_draining
         )
 
 

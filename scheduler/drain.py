@@ -71,7 +71,7 @@ class DrainEstimate:
     heaviest_work: float = 0.0  # queued of the tenant with the most for its weight; 0: not fair
     lowest_weight: float = math.inf  # of the tiers that have sequences to shed
     interval_s: float = 1.0  # from one hand-over to the next
-    num_refused: int = 0  # told to retry, less the places freed since
+    num_refused: int = 0  # places promised to clients that were refused
 
     def wait_s(self, tenant: str = DEFAULT_TENANT, tier: Tier | None = None) -> float:
         """Seconds until a new sequence is handed over. 0 when unknown, so nothing is refused."""

@@ -66,7 +66,7 @@ def test_ends_and_refusals_are_counted_by_tier() -> None:
     add_late = {"timeout_s": 1.0, "arrival": -2.0}
     with pytest.raises(RequestError):
         add(dispatcher, 4, "quick", **add_late)
-    dispatcher.note_refused(TIERS.get("quick"), "deadline_unmeetable", was_full=False)
+    dispatcher.note_refused(TIERS.get("quick"), "deadline_unmeetable", was_full=False, now=0.0)
     counts = dispatcher.counts
     assert (counts["slow"].shed, counts["slow"].replayed) == (1, 1)
     assert counts["slow"].refused == {"queue_full": 1}
@@ -77,7 +77,7 @@ def test_ends_and_refusals_are_counted_by_tier() -> None:
 def test_a_copy_does_not_change() -> None:
     dispatcher = make_dispatcher()
     before = dispatcher.counts
-    dispatcher.note_refused(TIERS.get("slow"), "queue_full", was_full=True)
+    dispatcher.note_refused(TIERS.get("slow"), "queue_full", was_full=True, now=0.0)
     assert before["slow"].refused == {}
 
 
