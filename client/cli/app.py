@@ -199,7 +199,7 @@ def models(
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """List models: name, size, whether they are here, whether they are being served."""
+    """List models: what is here and served, family, format, context, and what fits in memory."""
     from shoal.client.cli.models_cmd import list_models, rows_as_json, rows_as_text
 
     flags = {

@@ -2,11 +2,16 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 from urllib import request
 from urllib.error import URLError
 
+import psutil
+
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.weights.catalogue import CATALOGUE
+from shoal.backend.weights.catalogue import CATALOGUE, resolve_weights
+from shoal.backend.weights.describe import describe_checkpoint
 from shoal.client.cli.fetch import model_is_present
 from shoal.client.cli.progress import mebibytes
 from shoal.client.cli.serve import model_repository, read_engine_config, repository_models
@@ -22,6 +27,11 @@ class ModelRow:
     num_bytes: int | None  # None: not from the catalogue
     is_here: bool
     is_served: bool
+    # Of weights that are here and can be read; None else.
+    family: str | None = None
+    format: str | None = None
+    context: int | None = None  # tokens, by the model
+    longest_context: int | None = None  # of it what fits in memory now; 0: the model does not fit
 
 
 def list_models(settings: ServeSettings) -> list[ModelRow]:
@@ -34,6 +44,7 @@ def list_models(settings: ServeSettings) -> list[ModelRow]:
             num_bytes=entry.file_bytes,
             is_here=model_is_present(entry, settings.cache_dir),
             is_served=entry.name in served,
+            **_facts_of(entry.name, settings.cache_dir),
         )
         for entry in CATALOGUE.values()
     ]
@@ -42,11 +53,29 @@ def list_models(settings: ServeSettings) -> list[ModelRow]:
         if name in CATALOGUE:
             continue
         try:
-            description = f"weights: {read_engine_config(repository, name).weights}"
+            weights = read_engine_config(repository, name).weights
+            description, facts = f"weights: {weights}", _facts_of(weights, settings.cache_dir)
         except ConfigError as error:
-            description = str(error)
-        rows.append(ModelRow(name, description, None, True, name in served))
+            description, facts = str(error), {}
+        size = facts.pop("num_bytes", None)
+        rows.append(ModelRow(name, description, size, True, name in served, **facts))
     return rows
+
+
+def _facts_of(weights: str, cache_root: Path) -> dict[str, Any]:
+    """Fields of a ModelRow; none for what is not here or cannot be read."""
+    try:
+        path = resolve_weights(weights, cache_root)
+        facts = describe_checkpoint(path)
+    except ConfigError:
+        return {}
+    fields = {
+        "family": facts.family,
+        "format": facts.format,
+        "context": facts.context,
+        "longest_context": facts.longest_context(psutil.virtual_memory().available),
+    }
+    return fields if weights in CATALOGUE else fields | {"num_bytes": facts.num_bytes}
 
 
 def served_models(openai_url: str) -> frozenset[str]:
@@ -66,13 +95,25 @@ def rows_as_json(rows: list[ModelRow]) -> str:
 
 def rows_as_text(rows: list[ModelRow]) -> str:
     """Aligned columns."""
-    table = [("NAME", "SIZE", "HERE", "SERVED", "DESCRIPTION")]
+    head = ("NAME", "SIZE", "HERE", "SERVED", "FAMILY", "FORMAT", "CONTEXT", "FITS", "DESCRIPTION")
+    table = [head]
     for row in rows:
         size = "-" if row.num_bytes is None else mebibytes(row.num_bytes)
         here, served = ("yes" if flag else "no" for flag in (row.is_here, row.is_served))
-        table.append((row.name, size, here, served, row.description))
-    widths = [max(len(line[column]) for line in table) for column in range(4)]
+        context = "-" if row.context is None else str(row.context)
+        facts = (row.family or "-", row.format or "-", context, _fit(row))
+        table.append((row.name, size, here, served, *facts, row.description))
+    widths = [max(len(line[column]) for line in table) for column in range(len(head) - 1)]
     return "\n".join(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]])
+        "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
         for line in table
     )
+
+
+def _fit(row: ModelRow) -> str:
+    """Whether the model fits in memory, and with how much of its context if not with all."""
+    if row.longest_context is None or row.context is None:
+        return "-"
+    if row.longest_context >= row.context:
+        return "yes"
+    return f"up to {row.longest_context}" if row.longest_context else "no"
