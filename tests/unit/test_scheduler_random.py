@@ -241,6 +241,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     eviction = "none"
     windows: tuple[tuple[int, int], ...] = ()
+    host_blocks = 0
+    disk_blocks = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,6 +253,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=4,
             prefix_eviction=EVICTIONS[self.eviction](),
             windows=self.windows,
+            host_blocks=self.host_blocks,
+            disk_blocks=self.disk_blocks,
         )
         self.contents = FakeKVContents()
         self.ledger = Ledger()
@@ -280,6 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(fails=st.integers(0, 8))
     def step(self, fails: int) -> None:
+        self.scheduler.take_disk_results(self.contents.take_disk_results(1))
         was_live = self.scheduler.has_unfinished
         failed = {fails: "broken"} if fails < 3 else {}
         step = run_step(self.scheduler, failed=failed, contents=self.contents)
@@ -306,10 +311,24 @@ class HybridSchedulerMachine(SchedulerMachine):
     windows = ((3, 5), (5, 5))
 
 
+class CheckpointingSchedulerMachine(SchedulerMachine):
+    host_blocks = 4
+
+
+class TieredSchedulerMachine(SchedulerMachine):
+    eviction = "lru"
+    host_blocks = 3
+    disk_blocks = 4
+
+
 _SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 SchedulerMachine.TestCase.settings = _SETTINGS
 CachingSchedulerMachine.TestCase.settings = _SETTINGS
 HybridSchedulerMachine.TestCase.settings = _SETTINGS
+CheckpointingSchedulerMachine.TestCase.settings = _SETTINGS
+TieredSchedulerMachine.TestCase.settings = _SETTINGS
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestCachingSchedulerMachine = CachingSchedulerMachine.TestCase
 TestHybridSchedulerMachine = HybridSchedulerMachine.TestCase
+TestCheckpointingSchedulerMachine = CheckpointingSchedulerMachine.TestCase
+TestTieredSchedulerMachine = TieredSchedulerMachine.TestCase
