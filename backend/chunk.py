@@ -30,6 +30,16 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What one call of a tool gained. A call's first delta has its id and name."""
+
+    index: int  # of the choice's calls
+    arguments: str = ""  # joined, they are a JSON object
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """What one choice of a request gained since its last chunk: deltas, except where a comment
     says otherwise.
@@ -43,6 +53,7 @@ class Chunk:
     token_ids: tuple[int, ...] = ()  # every sampled token, an end-of-text one too
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens of ``text``
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all the prompt's tokens, once
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     cumulative_logprob: float | None = None  # of the whole output so far
     num_input_tokens: int = 0  # of the whole request; 0 until it is tokenised
     cached_tokens: int = 0  # of the whole request
@@ -89,6 +100,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         prompt_logprobs=tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs),
+        tool_calls=tuple(call for chunk in chunks for call in chunk.tool_calls),
         cumulative_logprob=last.cumulative_logprob,
         num_input_tokens=max(chunk.num_input_tokens for chunk in chunks),
         cached_tokens=max(chunk.cached_tokens for chunk in chunks),

@@ -6,13 +6,13 @@ Tensor names are those of NVIDIA's vllm_backend where it has one, so that its cl
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from shoal.backend.chunk import Alternative, Chunk, TokenLogprobs
+from shoal.backend.chunk import Alternative, Chunk, TokenLogprobs, ToolCallDelta
 from shoal.backend.intake import RawRequest
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sequence import FinishReason
@@ -49,6 +49,7 @@ OUTPUTS: dict[str, tuple[str, list[int]]] = {
     "num_output_tokens": ("TYPE_UINT32", [-1]),
     "cached_tokens": ("TYPE_UINT32", [1]),
     "token_ids": ("TYPE_INT64", [-1]),
+    "tool_calls": (_STRING, [-1]),
     "index": ("TYPE_UINT32", [-1]),
     "error": (_STRING, [-1]),
     "control_output": (_STRING, [-1]),
@@ -188,6 +189,9 @@ def _output_tensors(chunks: Sequence[Chunk], returns: Returns) -> list[Any]:
         tensors.append(_tensor("cumulative_logprob", logprobs, np.float32))
     if returns.logprobs and any(chunk.logprobs for chunk in chunks):
         tensors.append(_string_tensor("logprobs", *(_logprobs_json(c.logprobs) for c in chunks)))
+    if any(chunk.tool_calls for chunk in chunks):
+        calls = (_tool_calls_json(chunk.tool_calls) for chunk in chunks)
+        tensors.append(_string_tensor("tool_calls", *calls))
     if first.prompt_logprobs:  # which the sampling parameters asked for
         tensors.append(_string_tensor("prompt_logprobs", _logprobs_json(first.prompt_logprobs)))
     if returns.num_input_tokens:
@@ -203,6 +207,11 @@ def _output_tensors(chunks: Sequence[Chunk], returns: Returns) -> list[Any]:
     if returns.token_ids and token_ids:
         tensors.append(_tensor("token_ids", token_ids, np.int64))
     return tensors
+
+
+def _tool_calls_json(calls: tuple[ToolCallDelta, ...]) -> str:
+    """Deltas in order: a call's id and name come first, then pieces of its arguments."""
+    return json.dumps([asdict(call) for call in calls])
 
 
 def _logprobs_json(entries: tuple[TokenLogprobs, ...]) -> str:

@@ -10,15 +10,18 @@ import orjson
 from shoal.backend.grammar_compiler import GrammarCompiler, GrammarError
 from shoal.backend.strict_json import non_finite_field
 from shoal.backend.structured_output import FIELDS as GRAMMAR_FIELDS
-from shoal.backend.structured_output import take_grammar, unusable_grammar
+from shoal.backend.structured_output import json_grammar, take_grammar, unusable_grammar
 from shoal.backend.text.chat_template import ChatTemplate, parse_messages
 from shoal.backend.text.tokenizer import Tokenizer
+from shoal.backend.text.tool_parser import BARE, HERMES, ToolFormat, ToolParser
+from shoal.backend.text.tools import FIELDS as TOOL_FIELDS
+from shoal.backend.text.tools import ToolUse, take_tools
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sampling_params import MAX_CHOICES, SamplingParams
 from shoal.scheduler.session_eviction import LRU
 
 MAX_PROMPT_BYTES = 4 * 1024 * 1024  # whatever the context length
-MAX_SAMPLING_BYTES = 64 * 1024
+MAX_SAMPLING_BYTES = 256 * 1024  # with schemas and tools
 MAX_JSON_DEPTH = 32
 MAX_METADATA_LENGTH = 256  # characters
 MAX_COMPILE_S = 10.0  # that a request waits for its grammar; one takes well under a second
@@ -74,6 +77,15 @@ class PreparedRequest:
     stream: bool
     echo_input: bool
     metadata: dict[str, ParameterValue]
+    tool_use: ToolUse | None = None
+    tool_format: ToolFormat = HERMES
+
+    def make_tool_parser(self) -> ToolParser | None:
+        """Of one choice; None where the answer may call nothing."""
+        if self.tool_use is None:
+            return None
+        form = BARE if self.tool_use.must_call else self.tool_format
+        return ToolParser(form, self.tool_use.names, self.tool_use.max_calls)
 
 
 class Intake:
@@ -103,24 +115,41 @@ class Intake:
     def prepare(self, raw: RawRequest) -> PreparedRequest:
         """Validate, apply the chat template, tokenise, fill in max_tokens and seed."""
         source = _prompt_source(raw)
-        sampling, metadata = self._sampling(raw)
+        values, metadata = _parameters(raw)
+        tool_use = take_tools(values)
+        if tool_use is not None and source != "messages":
+            raise RequestError("tools need messages.", param="tools")
+        sampling = self._sampling(values, tool_use)
         echo_input = _echo_input(raw, source)
-        token_ids, text = self._prompt(raw, source, echo_input)
+        token_ids, text = self._prompt(raw, source, echo_input, tool_use)
         sampling = self._fill_in(sampling, len(token_ids), source)
-        return PreparedRequest(token_ids, text, sampling, raw.stream, echo_input, metadata)
+        return PreparedRequest(
+            token_ids,
+            text,
+            sampling,
+            raw.stream,
+            echo_input,
+            metadata,
+            tool_use,
+            self._template.tool_format if self._template else HERMES,
+        )
 
-    def _prompt(self, raw: RawRequest, source: str, echo_input: bool) -> tuple[list[int], str]:
+    def _prompt(
+        self, raw: RawRequest, source: str, echo_input: bool, tool_use: ToolUse | None
+    ) -> tuple[list[int], str]:
         if source == "input_ids":
             assert raw.input_ids is not None
             token_ids = self._check_input_ids(raw.input_ids)
             return token_ids, self._tokenizer.decode(token_ids) if echo_input else ""
         if source == "messages":
-            return self._chat_prompt(raw)
+            return self._chat_prompt(raw, tool_use.tools if tool_use else ())
         text = _decode_text("text_input", raw.text_input)
         self._check_size(text, "text_input")
         return self._tokenizer.encode(text, add_bos=True), text
 
-    def _chat_prompt(self, raw: RawRequest) -> tuple[list[int], str]:
+    def _chat_prompt(
+        self, raw: RawRequest, tools: tuple[dict[str, Any], ...]
+    ) -> tuple[list[int], str]:
         if self._template is None:
             raise RequestError(
                 "This model has no chat template. Send text_input instead of messages.",
@@ -131,7 +160,7 @@ class Intake:
         messages = parse_messages(data)
         # Before rendering too: a template takes its time over megabytes.
         self._check_size("".join(message["content"] for message in messages), "messages")
-        rendered = self._template.render(messages)
+        rendered = self._template.render(messages, tools)
         self._check_size(rendered.text, "messages")
         return rendered.encode(self._tokenizer), rendered.text
 
@@ -157,29 +186,16 @@ class Intake:
                 )
         return list(token_ids)
 
-    def _sampling(self, raw: RawRequest) -> tuple[SamplingParams, dict[str, ParameterValue]]:
-        values: dict[str, Any] = {}
-        metadata: dict[str, ParameterValue] = {}
-        for name, value in raw.parameters.items():
-            if name in METADATA_NAMES or name.startswith(METADATA_PREFIXES):
-                metadata[name] = _check_metadata(name, value)
-            else:
-                values[name] = _parameter_value(name, value)
-        if raw.sampling_parameters is not None:
-            data = _decode_json("sampling_parameters", raw.sampling_parameters, MAX_SAMPLING_BYTES)
-            if not isinstance(data, dict):
-                raise RequestError(
-                    "sampling_parameters must be a JSON object.",
-                    param="sampling_parameters",
-                    code="invalid_type",
-                )
-            for name in SAMPLING_METADATA_NAMES:
-                value = data.pop(name, None)
-                if value is not None:
-                    metadata.setdefault(name, _check_metadata(name, value))
-            values = _without_overridden(values, data) | data
+    def _sampling(self, values: dict[str, Any], tool_use: ToolUse | None) -> SamplingParams:
         values = _without_overridden(self._default_sampling, values) | values
         grammar = take_grammar(values)
+        if tool_use is not None and tool_use.must_call:
+            if grammar is not None:
+                raise RequestError(
+                    "tool_choice that forces a call cannot be used with structured output.",
+                    param="tool_choice",
+                )
+            grammar = json_grammar("tools", tool_use.schema())
         sampling = SamplingParams.from_dict(values)
         if grammar is not None:
             _check_free_end(sampling)
@@ -189,7 +205,7 @@ class Intake:
             raise RequestError(f"n must be in [1, {self._max_choices}].", param="n")
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
-        return sampling, metadata
+        return sampling
 
     def _compile(self, grammar: str) -> None:
         """Compile as the worker will, so that a refusal comes before anything else is done."""
@@ -242,6 +258,31 @@ class Intake:
         )
 
 
+def _parameters(raw: RawRequest) -> tuple[dict[str, Any], dict[str, ParameterValue]]:
+    """What a request says about sampling, and about itself."""
+    values: dict[str, Any] = {}
+    metadata: dict[str, ParameterValue] = {}
+    for name, value in raw.parameters.items():
+        if name in METADATA_NAMES or name.startswith(METADATA_PREFIXES):
+            metadata[name] = _check_metadata(name, value)
+        else:
+            values[name] = _parameter_value(name, value)
+    if raw.sampling_parameters is None:
+        return values, metadata
+    data = _decode_json("sampling_parameters", raw.sampling_parameters, MAX_SAMPLING_BYTES)
+    if not isinstance(data, dict):
+        raise RequestError(
+            "sampling_parameters must be a JSON object.",
+            param="sampling_parameters",
+            code="invalid_type",
+        )
+    for name in SAMPLING_METADATA_NAMES:
+        value = data.pop(name, None)
+        if value is not None:
+            metadata.setdefault(name, _check_metadata(name, value))
+    return _without_overridden(values, data) | data, metadata
+
+
 def _prompt_source(raw: RawRequest) -> str:
     given = [
         name for name in ("text_input", "messages", "input_ids") if getattr(raw, name) is not None
@@ -267,7 +308,7 @@ _MAX_TOKENS_ALIASES = frozenset({"max_tokens", "max_completion_tokens", "max_new
 _FIELD_NAMES = (
     frozenset(item.name for item in fields(SamplingParams))
     | _MAX_TOKENS_ALIASES
-    | {"response_format", "guided_choice"}
+    | {"response_format", "guided_choice", *TOOL_FIELDS}
 )
 
 

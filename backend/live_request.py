@@ -44,6 +44,7 @@ class LiveChoice:
             text=delta.text,
             token_ids=() if token is None else (token.token_id,),
             logprobs=delta.logprobs,
+            tool_calls=delta.tool_calls,
             prompt_logprobs=self._prompt_logprobs(delivery, tokenizer),
             cumulative_logprob=self.processor.cumulative_logprob if self.wants_logprobs else None,
             num_input_tokens=self.request.num_input_tokens,

@@ -58,7 +58,10 @@ class ResponseStream:
         if self.pending[-1].final:
             return True
         return self.stream and any(
-            chunk.text or chunk.finish_reason or (self.every_token and chunk.token_ids)
+            chunk.text
+            or chunk.tool_calls
+            or chunk.finish_reason
+            or (self.every_token and chunk.token_ids)
             for chunk in self.pending
         )
 

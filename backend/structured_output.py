@@ -100,6 +100,13 @@ def _guided_grammar(value: Any) -> str:
         raise unusable_grammar("guided_grammar", str(error)) from None
 
 
+def json_grammar(param: str, schema: dict[str, Any]) -> str:
+    """The grammar of a schema. Raises RequestError that names ``param``."""
+    grammar = _json_grammar(param, schema)
+    _check(param, grammar)
+    return grammar
+
+
 _READERS: dict[str, Callable[[Any], str | None]] = {
     "response_format": _response_format,
     "guided_json": _guided_json,

@@ -158,6 +158,7 @@ def _delta(values: dict[str, Any], index: int) -> Delta:
         finish_reason=values.get("finish_reason") or None,
         logprobs=values.get("logprobs") or None,
         prompt_logprobs=values.get("prompt_logprobs") or None,
+        tool_calls=values.get("tool_calls") or None,
         cumulative_logprob=values.get("cumulative_logprob"),
         index=index,
     )

@@ -25,6 +25,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
+    TOOL_CALLS = "tool_calls"  # a stop after calls of tools; said by the text side alone
 
 
 @dataclass(slots=True, eq=False)

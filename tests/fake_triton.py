@@ -40,6 +40,7 @@ class Piece:
     triton_error: str | None = None  # as tritonserver's own error message
     logprobs: tuple[dict[str, Any], ...] = ()  # one entry a token, as the backend writes them
     prompt_logprobs: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[dict[str, Any], ...] = ()  # deltas
     index: int | None = None  # of a request for several choices
     beside: tuple["Piece", ...] = ()  # of further choices, in the same response
     is_last: bool = True  # with a finish reason: the request ends
@@ -352,6 +353,9 @@ def _piece_outputs(
     if piece.error is not None:
         outputs["finish_reason"] = _string("finish_reason", "error")
         outputs["error"] = _string("error", json.dumps(piece.error))
+    if piece.tool_calls:
+        outputs["tool_calls"] = _string("tool_calls", json.dumps(piece.tool_calls))
+        asked.add("tool_calls")
     if piece.prompt_logprobs:
         outputs["prompt_logprobs"] = _string("prompt_logprobs", json.dumps(piece.prompt_logprobs))
         asked.add("prompt_logprobs")
@@ -384,6 +388,7 @@ def _join(pieces: list[Piece]) -> Piece:
         sum(piece.delay_s for piece in pieces),
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
         prompt_logprobs=tuple(entry for piece in pieces for entry in piece.prompt_logprobs),
+        tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
     )
 
 

@@ -9,12 +9,15 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.text.tokenizer import Tokenizer
+from shoal.backend.text.tool_parser import ToolFormat, format_of
+from shoal.backend.text.tools import calls_as_text, describe_tools
 from shoal.scheduler.errors import RequestError
 
 MAX_MESSAGES = 1024
@@ -153,10 +156,15 @@ class ChatTemplate:
         """Raises ConfigError when the template does not compile."""
         self._special_pattern = tokenizer.special_pattern
         self._special_texts = dict(tokenizer.settings.special_texts)
+        self._tool_format = format_of(source)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"The model's chat template does not compile: {error}.") from error
+        self._knows_tools = "tools" in names
+        self._knows_calls = "tool_calls" in source
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "ChatTemplate | None":
@@ -164,18 +172,32 @@ class ChatTemplate:
         source = tokenizer.settings.chat_template
         return None if source is None else cls(source, tokenizer)
 
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How this model writes calls."""
+        return self._tool_format
+
     def render(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        tools: tuple[dict[str, Any], ...] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> RenderedChat:
-        """Apply the template to parsed messages. Raises RequestError when it refuses them."""
-        mark = _free_character(messages) if self._spells_special(messages) else None
+        """Apply the template to parsed messages and tools. Raises RequestError when it refuses."""
+        if not self._knows_calls:
+            messages = [calls_as_text(message) for message in messages]
+        if tools and not self._knows_tools:
+            messages, tools = describe_tools(messages, tools), ()
+        words: list[Any] = [messages, list(tools)]
+        mark = _free_character(words) if self._spells_special(words) else None
         if mark is not None:
-            messages = _map_strings(messages, self._breaker(mark))
+            words = _map_strings(words, self._breaker(mark))
         try:
             text = self._template.render(
-                messages=messages,
+                messages=words[0],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=words[1] or None,
                 documents=None,
                 **self._special_texts,
             )
@@ -183,8 +205,8 @@ class ChatTemplate:
             raise RequestError(_refusal(error), param="messages") from error
         return RenderedChat(text, mark)
 
-    def _spells_special(self, messages: list[dict[str, Any]]) -> bool:
-        return any(self._special_pattern.search(text) for text in _strings(messages))
+    def _spells_special(self, words: list[Any]) -> bool:
+        return any(self._special_pattern.search(text) for text in _strings(words))
 
     def _breaker(self, mark: str) -> Callable[[str], str]:
         """Puts the mark behind each letter of a special token, so that no cut of it is one."""
@@ -216,7 +238,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _free_character(messages: list[dict[str, Any]]) -> str:
+def _free_character(messages: list[Any]) -> str:
     """A private-use character that no message holds."""
     used = set().union(*map(set, _strings(messages)))
     for code in range(_FIRST_PRIVATE, _LAST_PRIVATE):

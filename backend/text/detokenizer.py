@@ -13,13 +13,15 @@ class IncrementalDetokenizer:
     the very end. Special tokens have no text. Costs O(1) a token, whatever the length so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()) -> None:
+        """``visible``: special tokens that have their text all the same."""
+        self._visible = visible
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """Return the text that became certain with this token. Mutates."""
-        if self._tokenizer.is_special(token_id):
+        if self._tokenizer.is_special(token_id) and token_id not in self._visible:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 

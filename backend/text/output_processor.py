@@ -1,12 +1,15 @@
 """From sampled tokens of one sequence to the text deltas its client gets."""
 
+import secrets
 from dataclasses import dataclass
 
-from shoal.backend.chunk import TokenLogprobs
+from shoal.backend.chunk import TokenLogprobs, ToolCallDelta
 from shoal.backend.text.detokenizer import IncrementalDetokenizer
 from shoal.backend.text.stop import StopChecker
 from shoal.backend.text.token_logprobs import LogprobAligner
 from shoal.backend.text.tokenizer import Tokenizer
+from shoal.backend.text.tool_calls import CallArguments, CallStart, Content, Event
+from shoal.backend.text.tool_parser import ToolParser
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import FinishReason
@@ -25,17 +28,26 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop_hit: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()  # where the request wants them
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class OutputProcessor:
-    """Detokenises one sequence's output and looks for its stop strings.
+    """Detokenises one sequence's output and looks for its stop strings and calls of tools.
 
     Owned by one thread. After a finish every further push gives an empty delta, so tokens still in
     flight after a stop string are harmless.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        tool_parser: ToolParser | None = None,
+    ) -> None:
+        visible = tool_parser.marker_ids(tokenizer) if tool_parser else frozenset()
+        self._detokenizer = IncrementalDetokenizer(tokenizer, visible)
+        self._tool_parser = tool_parser
+        self._num_calls = 0
         self._stop_checker = StopChecker(sampling.stop)
         self._aligner = None if sampling.logprobs is None else LogprobAligner(tokenizer)
         self._min_tokens = sampling.min_tokens
@@ -63,7 +75,31 @@ class OutputProcessor:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if self._aligner is not None:
             logprobs = self._aligner.release(len(text), finish_reason is not None, stop_hit)
-        return TextDelta(text, int(token is not None), finish_reason, stop_hit, logprobs)
+        num_tokens = int(token is not None)
+        if self._tool_parser is None:
+            return TextDelta(text, num_tokens, finish_reason, stop_hit, logprobs)
+        said, calls = self._part(self._tool_parser, text)
+        if self._num_calls and finish_reason is FinishReason.STOP:
+            self.finish_reason = finish_reason = FinishReason.TOOL_CALLS
+        return TextDelta(said, num_tokens, finish_reason, stop_hit, logprobs, calls)
+
+    def _part(self, parser: ToolParser, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """What the text says, and what it calls."""
+        events: list[Event] = parser.push(text)
+        if self.finish_reason is not None:
+            events += parser.flush()
+        said, calls = "", []
+        for event in events:
+            match event:
+                case Content(text=more):
+                    said += more
+                case CallStart(name=name):
+                    call_id = f"call_{secrets.token_hex(12)}"
+                    calls.append(ToolCallDelta(self._num_calls, id=call_id, name=name))
+                    self._num_calls += 1
+                case CallArguments(text=more):
+                    calls.append(ToolCallDelta(self._num_calls - 1, more))
+        return said, tuple(calls)
 
     def _take_token(self, token: SampledToken, finish_reason: FinishReason | None) -> str:
         self.num_output_tokens += 1

@@ -9,6 +9,7 @@ from typing import Any
 from shoal.client.openai.logprobs import LogprobReader, TokenLogprob
 from shoal.client.openai.prompts import Prompt
 from shoal.client.openai.served_models import ServedModel
+from shoal.client.openai.tool_calls import read_tool_calls
 from shoal.client.triton_stream import GenerationStream, TritonStream
 from shoal.client.types import Delta, Usage
 
@@ -48,6 +49,7 @@ class ChoiceDelta:
     text: str
     finish_reason: str | None
     logprobs: list[TokenLogprob] | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # deltas, as on the wire
 
 
 @dataclass(slots=True)
@@ -61,27 +63,31 @@ class ChoiceState:
     num_output_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     reader: LogprobReader = field(default_factory=LogprobReader)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, delta: Delta) -> list[TokenLogprob] | None:
-        """Take a delta; returns its log-probabilities where they are wanted."""
+    def add(self, index: int, delta: Delta) -> ChoiceDelta:
+        """Take what the backend sent; returns what the caller gets for it."""
         if delta.text:
             self.text.append(delta.text)
         self.num_input_tokens = max(self.num_input_tokens, delta.num_input_tokens)
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.num_output_tokens += delta.num_output_tokens
         self.finish_reason = delta.finish_reason or self.finish_reason
-        if self.logprobs is None:
-            return None
-        entries = self.reader.read(delta.prompt_logprobs) + self.reader.read(delta.logprobs)
-        self.logprobs += entries
-        return entries
+        calls = read_tool_calls(delta.tool_calls)
+        self.tool_calls += calls
+        entries = None
+        if self.logprobs is not None:
+            entries = self.reader.read(delta.prompt_logprobs) + self.reader.read(delta.logprobs)
+            self.logprobs += entries
+        return ChoiceDelta(index, delta.text, delta.finish_reason, entries, calls)
 
     @property
     def usage(self) -> Usage:
         return Usage(self.num_input_tokens, self.num_output_tokens, self.num_cached_tokens)
 
     def whole(self, index: int) -> ChoiceDelta:
-        return ChoiceDelta(index, "".join(self.text), self.finish_reason, self.logprobs)
+        text = "".join(self.text)
+        return ChoiceDelta(index, text, self.finish_reason, self.logprobs, self.tool_calls)
 
 
 class Generation:
@@ -143,8 +149,7 @@ class Generation:
         async with contextlib.aclosing(merged):
             async for prompt_index, delta in merged:
                 index = prompt_index * self._request.num_choices_each + delta.index
-                logprobs = self._choices[index].add(delta)
-                yield ChoiceDelta(index, delta.text, delta.finish_reason, logprobs)
+                yield self._choices[index].add(index, delta)
 
     async def _open(self, index: int, prompt: Prompt) -> GenerationStream:
         request_id = self._request.request_id

@@ -12,11 +12,8 @@ from shoal.client.errors import ShoalError
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -58,6 +55,7 @@ SAMPLING_FIELDS = (
     "kv_budget",
     "n",
 )
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 32  # of one prompt
 
@@ -134,12 +132,20 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def sampling(self) -> dict[str, Any]:
+        values = GenerationBody.sampling(self)
+        tools = {name: getattr(self, name) for name in TOOL_FIELDS}
+        return values | {name: value for name, value in tools.items() if value is not None}
 
 
 class CompletionBody(GenerationBody):
@@ -292,6 +298,9 @@ EXPECTED_TYPES = {
     "max_completion_tokens": _WHOLE,
     "min_tokens": _WHOLE,
     "ignore_eos": _FLAG,
+    "tools": "must be a list of objects",
+    "tool_choice": "must be none, auto, required or an object with a function",
+    "parallel_tool_calls": _FLAG,
     "echo": _FLAG,
     "logprobs": "must be true or false in a chat, a whole number in a completion",
     "top_logprobs": _WHOLE,

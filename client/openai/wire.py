@@ -11,6 +11,7 @@ import orjson
 from shoal.client.errors import ShoalError
 from shoal.client.openai.generation import ChoiceDelta
 from shoal.client.openai.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
+from shoal.client.openai.tool_calls import join_tool_calls
 from shoal.client.types import Usage
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -103,9 +104,13 @@ class ChatWire(Wire):
     body_object = "chat.completion"
 
     def choice(self, choice: ChoiceDelta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.tool_calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = join_tool_calls(choice.tool_calls)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
@@ -117,6 +122,8 @@ class ChatWire(Wire):
         index, entries = delta.index, delta.logprobs
         has_content = delta.text or entries
         events = self._delta(index, {"content": delta.text}, None, entries) if has_content else b""
+        if delta.tool_calls:
+            events += self._delta(index, {"tool_calls": delta.tool_calls})
         if delta.finish_reason is not None:
             events += self._delta(index, {}, delta.finish_reason)
         return events
@@ -124,7 +131,7 @@ class ChatWire(Wire):
     def _delta(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         finish_reason: str | None = None,
         entries: list[TokenLogprob] | None = None,
     ) -> bytes:

@@ -178,7 +178,7 @@ def test_model_without_template_takes_no_messages() -> None:
         '{"temperature": 1e999}',
         '{"a": ' * 40 + "1" + "}" * 40,
         "[" * 100_000,
-        '{"stop": "' + "x" * 70_000 + '"}',
+        '{"stop": "' + "x" * 270_000 + '"}',
     ],
 )
 def test_bad_sampling_json(text: str) -> None:
@@ -218,7 +218,8 @@ def test_bad_sampling_json(text: str) -> None:
         ("kv_policy", "fifo"),
         ("kv_budget", 1024),
         ("best_of", 1),
-        ("tools", []),
+        ("tools", {}),
+        ("tool_choice", "required"),
     ],
 )
 def test_bad_sampling_parameter_is_named(name: str, value: Any) -> None:

@@ -325,8 +325,9 @@ def test_64_streams_each_finish_once(http: httpx.Client) -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"logit_bias": [5]}, "logit_bias"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": {"type": "function"}}, "tools"),
+        ({"tools": [1]}, "tools[0]"),
+        ({"tool_choice": 1}, "tool_choice"),
         ({"response_format": "json_object"}, "response_format"),
         ({"guided_choice": [1]}, "guided_choice[0]"),
         ({"guided_regex": 1}, "guided_regex"),
@@ -451,6 +452,45 @@ def test_echo_puts_the_prompt_and_its_logprobs_first(
     assert request.sampling == {"max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
 
 
+def calling(request: Request) -> Iterator[Piece]:
+    first = {"index": 0, "id": "call_1", "name": "f", "arguments": ""}
+    more = {"index": 0, "id": None, "name": None}
+    second = {"index": 1, "id": "call_2", "name": "g", "arguments": "{}"}
+    yield Piece("So: ")
+    yield Piece(tool_calls=(first, {**more, "arguments": '{"a"'}))
+    yield Piece(tool_calls=({**more, "arguments": ": 1}"}, second))
+    yield Piece(finish_reason="tool_calls")
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
+
+
+def test_tool_calls_with_the_official_client(client: openai.OpenAI, model: FakeModel) -> None:
+    model.script = calling
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    choice = client.chat.completions.create(**asked, tool_choice="auto").choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "So: "
+    whole = [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+    assert whole == [("call_1", "f", '{"a": 1}'), ("call_2", "g", "{}")]
+    assert model.requests[0].sampling == {"tools": TOOLS, "tool_choice": "auto"}
+    calls: dict[int, list[str]] = {}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            if call.id:
+                assert call.type == "function"
+                calls[call.index] = [call.id, call.function.name, ""]
+            calls[call.index][2] += call.function.arguments
+    assert [tuple(call) for call in calls.values()] == whole
+
+
+def test_a_message_that_only_calls_has_no_content(http: httpx.Client, model: FakeModel) -> None:
+    model.script = lambda request: iter(list(calling(request))[1:])
+    message = http.post(CHAT, json=chat(tools=TOOLS)).json()["choices"][0]["message"]
+    assert message["content"] is None
+    assert len(message["tool_calls"]) == 2
+
+
 def test_without_logprobs_none_are_asked_for(http: httpx.Client, model: FakeModel) -> None:
     model.script = scored
     answer = http.post(CHAT, json=chat(logprobs=False)).json()
@@ -473,8 +513,6 @@ def test_neutral_values_are_as_if_absent(http: httpx.Client, model: FakeModel) -
         n=None,
         logprobs=False,
         top_logprobs=None,
-        tools=[],
-        tool_choice="none",
         response_format=None,
         frequency_penalty=None,
         logit_bias=None,
