@@ -85,6 +85,7 @@ template <class S, int kRows>
 void add_weighted_rows(const float* weights, const S* const* values, int64_t first, int64_t count,
                        int64_t column, float* out, int64_t out_stride) {
   Vec sums[kRows][kVecs];
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) sums[row][v] = load(out + row * out_stride + v * kLanes);
   for (int64_t key = first; key < count; key++) {
@@ -96,6 +97,7 @@ void add_weighted_rows(const float* weights, const S* const* values, int64_t fir
       for (int v = 0; v < kVecs; v++) sums[row][v] = multiply_add(weight, value[v], sums[row][v]);
     }
   }
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
 }

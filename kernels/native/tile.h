@@ -31,14 +31,16 @@ int64_t panel_elements(int64_t k) {
   return padded_k(k, T{}) * kPanel;
 }
 
-// out[row][0..32) = (accumulate ? out : 0) + a[row][0..k) * panel
-template <int kRows>
-__attribute__((noinline)) void tile_rows(const float* a, int64_t a_stride, const float* panel, int64_t k, float* out,
-                      int64_t out_stride, bool accumulate) {
+// out[row][0..32) = (kAccumulate ? out : 0) + a[row][0..k) * panel. Known only at run time, that
+// choice would keep the sums out of the registers.
+template <int kRows, bool kAccumulate>
+__attribute__((noinline)) void tile_sums(const float* a, int64_t a_stride, const float* panel,
+                                         int64_t k, float* out, int64_t out_stride) {
   Vec sums[kRows][kVecs];
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++)
-      sums[row][v] = accumulate ? load(out + row * out_stride + v * kLanes) : Vec{};
+      sums[row][v] = kAccumulate ? load(out + row * out_stride + v * kLanes) : Vec{};
   for (int64_t i = 0; i < k; i++) {
     Vec weights[kVecs];
     for (int v = 0; v < kVecs; v++) weights[v] = load(panel + i * kPanel + v * kLanes);
@@ -50,6 +52,7 @@ __attribute__((noinline)) void tile_rows(const float* a, int64_t a_stride, const
       for (int v = 0; v < kVecs; v++) sums[row][v] = multiply_add(state, weights[v], sums[row][v]);
     }
   }
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
 }
@@ -66,35 +69,57 @@ inline Vec pair_multiply_add(IntVec states, IntVec weights, Vec acc) {
 #endif
 }
 
+// Inlined before the compiler decides what lives in registers: the sums must.
 template <int kRows>
-__attribute__((noinline)) void tile_rows(const BFloat16* a, int64_t a_stride, const BFloat16* panel, int64_t k,
-                      float* out, int64_t out_stride, bool accumulate) {
+__attribute__((always_inline)) inline void add_pair(const int32_t (&states)[kRows],
+                                                    const BFloat16* source,
+                                                    Vec (&sums)[kRows][kVecs]) {
+  IntVec weights[kVecs];
+  std::memcpy(weights, source, sizeof weights);
+  __builtin_prefetch(source + kPrefetchBytes / 2);
+  __builtin_prefetch(source + kPrefetchBytes / 2 + 32);
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; row++) {
+    const IntVec state = states[row] - IntVec{};
+    for (int v = 0; v < kVecs; v++)
+      sums[row][v] = pair_multiply_add(state, weights[v], sums[row][v]);
+  }
+}
+
+template <int kRows, bool kAccumulate>
+__attribute__((noinline)) void tile_sums(const BFloat16* a, int64_t a_stride,
+                                         const BFloat16* panel, int64_t k, float* out,
+                                         int64_t out_stride) {
   Vec sums[kRows][kVecs];
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++)
-      sums[row][v] = accumulate ? load(out + row * out_stride + v * kLanes) : Vec{};
-  const auto step = [&](int64_t pair, auto states_of) {
-    const BFloat16* source = panel + pair * 2 * kPanel;
-    IntVec weights[kVecs];
-    std::memcpy(weights, source, sizeof weights);
-    __builtin_prefetch(source + kPrefetchBytes / 2);
-    __builtin_prefetch(source + kPrefetchBytes / 2 + 32);
+      sums[row][v] = kAccumulate ? load(out + row * out_stride + v * kLanes) : Vec{};
+  for (int64_t pair = 0; pair < k / 2; pair++) {
+    int32_t states[kRows];
 #pragma GCC unroll 12
-    for (int row = 0; row < kRows; row++) {
-      const IntVec states = states_of(row) - IntVec{};
-      for (int v = 0; v < kVecs; v++)
-        sums[row][v] = pair_multiply_add(states, weights[v], sums[row][v]);
-    }
-  };
-  for (int64_t pair = 0; pair < k / 2; pair++)
-    step(pair, [&](int row) {
-      int32_t both;
-      std::memcpy(&both, a + row * a_stride + 2 * pair, sizeof both);
-      return both;
-    });
-  if (k % 2) step(k / 2, [&](int row) { return int32_t(a[row * a_stride + k - 1].bits); });
+    for (int row = 0; row < kRows; row++)
+      std::memcpy(states + row, a + row * a_stride + 2 * pair, sizeof(int32_t));
+    add_pair<kRows>(states, panel + pair * 2 * kPanel, sums);
+  }
+  if (k % 2) {
+    int32_t states[kRows];
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; row++) states[row] = a[row * a_stride + k - 1].bits;
+    add_pair<kRows>(states, panel + k / 2 * 2 * kPanel, sums);
+  }
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
+}
+
+template <int kRows, class T>
+inline void tile_rows(const T* a, int64_t a_stride, const T* panel, int64_t k, float* out,
+                      int64_t out_stride, bool accumulate) {
+  if (accumulate)
+    tile_sums<kRows, true>(a, a_stride, panel, k, out, out_stride);
+  else
+    tile_sums<kRows, false>(a, a_stride, panel, k, out, out_stride);
 }
 
 template <class T, int kRows = kTileRows>
