@@ -4,6 +4,7 @@ Imports no torch: the CLI and the text layer use it too.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def _gemma3_part(number: int, num_bytes: int, sha256: str) -> WeightsWheel:
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")
 
 CATALOGUE: dict[str, CatalogueEntry] = {
     entry.name: entry
@@ -131,6 +134,13 @@ def kernels_dir(cache_root: Path | None = None) -> Path:
     return (cache_root or cache_dir()) / "kernels"
 
 
+def hub_folder(name: str, cache_root: Path) -> Path | None:
+    """Where a hub's model, ``owner/name``, lies once pulled; None if it is no such name."""
+    if not _HUB_NAME.fullmatch(name):
+        return None
+    return cache_root / "models" / name.replace("/", "--")
+
+
 def resolve_weights(name_or_path: str, cache_root: Path | None = None) -> Path:
     """The GGUF file or checkpoint folder meant by a catalogue name or a path.
 
@@ -141,6 +151,13 @@ def resolve_weights(name_or_path: str, cache_root: Path | None = None) -> Path:
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path.absolute()
+    if (folder := hub_folder(name_or_path, cache_root or cache_dir())) is not None:
+        if folder.is_dir():
+            return folder
+        raise ConfigError(
+            f"weights: there is no folder {name_or_path}, nor such a model in the cache. "
+            f"If a hub has it, run: shoal pull {name_or_path}"
+        )
     if os.sep in name_or_path or path.suffix:
         raise ConfigError(f"weights: there is no file or folder {name_or_path}.")
     raise ConfigError(

@@ -173,10 +173,13 @@ def pull(
 ) -> None:
     """Fetch the Triton runtime and models into the cache, and compile the CPU kernels.
 
+    A model is one of the catalogue, or owner/name of the Hugging Face hub where it can be reached.
+
     What is there already is kept.
     """
     from shoal.backend.weights.catalogue import DEFAULT_MODEL
     from shoal.client.cli.fetch import fetch_model, repair_runtime
+    from shoal.client.cli.hub import fetch_from_hub
     from shoal.client.cli.kernels import prepare_kernels
     from shoal.client.cli.progress import Reporter
     from shoal.client.cli.runtime import prepare_runtime
@@ -184,7 +187,8 @@ def pull(
     root = _load_settings({"cache_dir": cache_dir}).settings.cache_dir
     reporter = Reporter()
     for name in names or [DEFAULT_MODEL]:
-        typer.echo(f"{name}: {fetch_model(name, root, reporter)}")
+        fetch = fetch_from_hub if "/" in name else fetch_model
+        typer.echo(f"{name}: {fetch(name, root, reporter)}")
     repair_runtime(root, reporter)
     runtime = prepare_runtime(root, reporter)
     typer.echo(f"tritonserver ({runtime.source}): {runtime.server}")
