@@ -121,6 +121,7 @@ inline void int8_rows(const char* a, int64_t a_stride, const char* panel, int64_
     }
   }
   const float* scales = reinterpret_cast<const float*>(panel + num_quads * 4 * kPanel);
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++)
       store(out + row * kPanel + v * kLanes, totals[row][v] * load(scales + v * kLanes));
@@ -353,6 +354,7 @@ inline void fp8_rows(const char* a, int64_t a_stride, const char* panel, int64_t
     }
   }
   const float* scales = reinterpret_cast<const float*>(panel + round_up(k, 2) * kPanel);
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++)
       store(out + row * kPanel + v * kLanes, sums[row][v] * load(scales + v * kLanes));
