@@ -54,6 +54,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens of ``text``
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all the prompt's tokens, once
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning: str = ""  # what the model thinks, before its answer
     cumulative_logprob: float | None = None  # of the whole output so far
     num_input_tokens: int = 0  # of the whole request; 0 until it is tokenised
     cached_tokens: int = 0  # of the whole request
@@ -101,6 +102,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         prompt_logprobs=tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs),
         tool_calls=tuple(call for chunk in chunks for call in chunk.tool_calls),
+        reasoning="".join(chunk.reasoning for chunk in chunks),
         cumulative_logprob=last.cumulative_logprob,
         num_input_tokens=max(chunk.num_input_tokens for chunk in chunks),
         cached_tokens=max(chunk.cached_tokens for chunk in chunks),

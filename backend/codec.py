@@ -50,6 +50,7 @@ OUTPUTS: dict[str, tuple[str, list[int]]] = {
     "cached_tokens": ("TYPE_UINT32", [1]),
     "token_ids": ("TYPE_INT64", [-1]),
     "tool_calls": (_STRING, [-1]),
+    "reasoning_output": (_STRING, [-1]),
     "index": ("TYPE_UINT32", [-1]),
     "error": (_STRING, [-1]),
     "control_output": (_STRING, [-1]),
@@ -192,6 +193,8 @@ def _output_tensors(chunks: Sequence[Chunk], returns: Returns) -> list[Any]:
     if any(chunk.tool_calls for chunk in chunks):
         calls = (_tool_calls_json(chunk.tool_calls) for chunk in chunks)
         tensors.append(_string_tensor("tool_calls", *calls))
+    if any(chunk.reasoning for chunk in chunks):
+        tensors.append(_string_tensor("reasoning_output", *(chunk.reasoning for chunk in chunks)))
     if first.prompt_logprobs:  # which the sampling parameters asked for
         tensors.append(_string_tensor("prompt_logprobs", _logprobs_json(first.prompt_logprobs)))
     if returns.num_input_tokens:

@@ -252,7 +252,12 @@ class DispatchLoop:
         choice = LiveChoice(
             live,
             seq_id,
-            OutputProcessor(self._tokenizer, sampling, request.make_tool_parser()),
+            OutputProcessor(
+                self._tokenizer,
+                sampling,
+                request.make_tool_parser(),
+                request.make_reasoning_parser(),
+            ),
             index if request.sampling.n > 1 else None,
             sampling.logprobs is not None,
         )

@@ -2,27 +2,31 @@
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import orjson
 
 from shoal.backend.grammar_compiler import GrammarCompiler, GrammarError
-from shoal.backend.strict_json import non_finite_field
+from shoal.backend.prompter import ChatUse, Prompter
+from shoal.backend.raw_request import MAX_PROMPT_BYTES as MAX_PROMPT_BYTES
+from shoal.backend.raw_request import ParameterValue as ParameterValue
+from shoal.backend.raw_request import RawRequest as RawRequest
+from shoal.backend.raw_request import decode_json, prompt_source
 from shoal.backend.structured_output import FIELDS as GRAMMAR_FIELDS
 from shoal.backend.structured_output import json_grammar, take_grammar, unusable_grammar
-from shoal.backend.text.chat_template import ChatTemplate, parse_messages
+from shoal.backend.text.chat_template import ChatTemplate
+from shoal.backend.text.reasoning import ReasoningParser, opens_thought
+from shoal.backend.text.template_options import FIELDS as TEMPLATE_FIELDS
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.text.tool_parser import BARE, HERMES, ToolFormat, ToolParser
 from shoal.backend.text.tools import FIELDS as TOOL_FIELDS
-from shoal.backend.text.tools import ToolUse, take_tools
+from shoal.backend.text.tools import ToolUse
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sampling_params import MAX_CHOICES, SamplingParams
 from shoal.scheduler.session_eviction import LRU
 
-MAX_PROMPT_BYTES = 4 * 1024 * 1024  # whatever the context length
 MAX_SAMPLING_BYTES = 256 * 1024  # with schemas and tools
-MAX_JSON_DEPTH = 32
 MAX_METADATA_LENGTH = 256  # characters
 MAX_COMPILE_S = 10.0  # that a request waits for its grammar; one takes well under a second
 
@@ -33,34 +37,6 @@ METADATA_NAMES = frozenset(
 # Of these, what a client may also write into its sampling parameters.
 SAMPLING_METADATA_NAMES = ("slo_class", "timeout")
 METADATA_PREFIXES = ("x-", "triton_")  # forwarded headers and Triton's own
-
-ParameterValue = str | int | float | bool
-
-
-@dataclass(slots=True)
-class RawRequest:
-    """The input tensors of one request, decoded but not checked. None: the tensor was not sent.
-
-    ``messages`` and ``sampling_parameters`` hold JSON. ``parameters`` are Triton's request
-    parameters; over gRPC they carry only bool, int and str, so ``"0.7"`` counts as 0.7 there.
-    """
-
-    text_input: str | bytes | None = None
-    messages: str | bytes | None = None
-    input_ids: list[int] | None = None
-    stream: bool = False
-    sampling_parameters: str | bytes | None = None
-    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-    exclude_input_in_output: bool | None = None
-    return_finish_reason: bool = False
-    return_cumulative_logprob: bool = False
-    return_logprobs: bool = False
-    return_num_input_tokens: bool = False
-    return_num_output_tokens: bool = False
-    return_cached_tokens: bool = False
-    return_token_ids: bool = False
-    return_error: bool = False
-    control: str | bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +55,11 @@ class PreparedRequest:
     metadata: dict[str, ParameterValue]
     tool_use: ToolUse | None = None
     tool_format: ToolFormat = HERMES
+    starts_in_thought: bool | None = None  # None: the answer has no thoughts to part from it
+
+    def make_reasoning_parser(self) -> ReasoningParser | None:
+        """Of one choice."""
+        return None if self.starts_in_thought is None else ReasoningParser(self.starts_in_thought)
 
     def make_tool_parser(self) -> ToolParser | None:
         """Of one choice; None where the answer may call nothing."""
@@ -104,7 +85,7 @@ class Intake:
         grammars: GrammarCompiler | None = None,
         max_choices: int = MAX_CHOICES,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.prompter = Prompter(tokenizer, template, max_model_len, vocab_size)
         self._template = template
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -114,15 +95,15 @@ class Intake:
 
     def prepare(self, raw: RawRequest) -> PreparedRequest:
         """Validate, apply the chat template, tokenise, fill in max_tokens and seed."""
-        source = _prompt_source(raw)
+        source = prompt_source(raw)
         values, metadata = _parameters(raw)
-        tool_use = take_tools(values)
-        if tool_use is not None and source != "messages":
-            raise RequestError("tools need messages.", param="tools")
-        sampling = self._sampling(values, tool_use)
+        use = ChatUse.take(values, source)
+        sampling = self._sampling(values, use.tool_use)
         echo_input = _echo_input(raw, source)
-        token_ids, text = self._prompt(raw, source, echo_input, tool_use)
+        token_ids, text = self.prompter.prompt(raw, source, echo_input, use)
         sampling = self._fill_in(sampling, len(token_ids), source)
+        template = self._template if source == "messages" else None
+        splits = template is not None and template.has_reasoning and sampling.grammar is None
         return PreparedRequest(
             token_ids,
             text,
@@ -130,61 +111,15 @@ class Intake:
             raw.stream,
             echo_input,
             metadata,
-            tool_use,
-            self._template.tool_format if self._template else HERMES,
+            use.tool_use,
+            template.tool_format if template else HERMES,
+            opens_thought(text) if splits and not use.options.continues else None,
         )
 
-    def _prompt(
-        self, raw: RawRequest, source: str, echo_input: bool, tool_use: ToolUse | None
-    ) -> tuple[list[int], str]:
-        if source == "input_ids":
-            assert raw.input_ids is not None
-            token_ids = self._check_input_ids(raw.input_ids)
-            return token_ids, self._tokenizer.decode(token_ids) if echo_input else ""
-        if source == "messages":
-            return self._chat_prompt(raw, tool_use.tools if tool_use else ())
-        text = _decode_text("text_input", raw.text_input)
-        self._check_size(text, "text_input")
-        return self._tokenizer.encode(text, add_bos=True), text
-
-    def _chat_prompt(
-        self, raw: RawRequest, tools: tuple[dict[str, Any], ...]
-    ) -> tuple[list[int], str]:
-        if self._template is None:
-            raise RequestError(
-                "This model has no chat template. Send text_input instead of messages.",
-                param="messages",
-                code="unsupported",
-            )
-        data = _decode_json("messages", raw.messages, MAX_PROMPT_BYTES)
-        messages = parse_messages(data)
-        # Before rendering too: a template takes its time over megabytes.
-        self._check_size("".join(message["content"] for message in messages), "messages")
-        rendered = self._template.render(messages, tools)
-        self._check_size(rendered.text, "messages")
-        return rendered.encode(self._tokenizer), rendered.text
-
-    def _check_size(self, text: str, param: str) -> None:
-        """Refuse what cannot fit before the tokeniser spends time on all of it."""
-        if self._tokenizer.surely_exceeds(text, self._max_model_len):
-            raise RequestError(
-                f"The prompt of {len(text)} characters is longer than this model's context of "
-                f"{self._max_model_len} tokens. Shorten it.",
-                param=param,
-                code="context_length_exceeded",
-            )
-
-    def _check_input_ids(self, token_ids: list[int]) -> list[int]:
-        for idx, token_id in enumerate(token_ids[: self._max_model_len]):
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise RequestError(
-                    "input_ids must hold whole numbers.", param="input_ids", code="invalid_type"
-                )
-            if not 0 <= token_id < self._vocab_size:
-                raise RequestError(
-                    f"input_ids[{idx}] must be in [0, {self._vocab_size - 1}].", param="input_ids"
-                )
-        return list(token_ids)
+    def tokenize(self, raw: RawRequest, add_special_tokens: bool | None) -> list[int]:
+        """The ids of text or of a chat; see Prompter."""
+        values, _ = _parameters(raw)
+        return self.prompter.tokenize(raw, values, add_special_tokens)
 
     def _sampling(self, values: dict[str, Any], tool_use: ToolUse | None) -> SamplingParams:
         values = _without_overridden(self._default_sampling, values) | values
@@ -269,7 +204,7 @@ def _parameters(raw: RawRequest) -> tuple[dict[str, Any], dict[str, ParameterVal
             values[name] = _parameter_value(name, value)
     if raw.sampling_parameters is None:
         return values, metadata
-    data = _decode_json("sampling_parameters", raw.sampling_parameters, MAX_SAMPLING_BYTES)
+    data = decode_json("sampling_parameters", raw.sampling_parameters, MAX_SAMPLING_BYTES)
     if not isinstance(data, dict):
         raise RequestError(
             "sampling_parameters must be a JSON object.",
@@ -283,20 +218,6 @@ def _parameters(raw: RawRequest) -> tuple[dict[str, Any], dict[str, ParameterVal
     return _without_overridden(values, data) | data, metadata
 
 
-def _prompt_source(raw: RawRequest) -> str:
-    given = [
-        name for name in ("text_input", "messages", "input_ids") if getattr(raw, name) is not None
-    ]
-    if len(given) != 1:
-        found = "none" if not given else " and ".join(given)
-        raise RequestError(
-            f"Send exactly one of text_input, messages and input_ids (found {found}).",
-            param=given[1] if given else "text_input",
-            code="invalid_value" if given else "missing_parameter",
-        )
-    return given[0]
-
-
 def _echo_input(raw: RawRequest, source: str) -> bool:
     """As NVIDIA's vllm_backend: text_input without streaming is echoed unless excluded."""
     if raw.exclude_input_in_output is None:
@@ -308,8 +229,17 @@ _MAX_TOKENS_ALIASES = frozenset({"max_tokens", "max_completion_tokens", "max_new
 _FIELD_NAMES = (
     frozenset(item.name for item in fields(SamplingParams))
     | _MAX_TOKENS_ALIASES
-    | {"response_format", "guided_choice", *TOOL_FIELDS}
+    | {"response_format", "guided_choice", *TOOL_FIELDS, *TEMPLATE_FIELDS}
 )
+
+
+def _check_nothing_left(values: dict[str, Any]) -> None:
+    for name in values:
+        raise RequestError(
+            f"{name[:64]} means nothing here. Leave it out.",
+            param=name[:64],
+            code="unknown_parameter",
+        )
 
 
 def _check_free_end(sampling: SamplingParams) -> None:
@@ -354,56 +284,3 @@ def _check_metadata(name: str, value: ParameterValue) -> ParameterValue:
             f"{name[:64]} must have at most {MAX_METADATA_LENGTH} characters.", param=name[:64]
         )
     return value
-
-
-def _decode_text(name: str, value: str | bytes | None) -> str:
-    assert value is not None
-    if len(value) > MAX_PROMPT_BYTES:
-        raise RequestError(
-            f"{name} must have at most {MAX_PROMPT_BYTES} bytes.",
-            param=name,
-            code="context_length_exceeded",
-        )
-    try:
-        # A lone surrogate cannot be tokenised, so it must not pass as a str either.
-        return value.decode() if isinstance(value, bytes) else value.encode().decode()
-    except UnicodeError:
-        raise RequestError(f"{name} must be valid UTF-8 text.", param=name) from None
-
-
-def _decode_json(name: str, value: str | bytes | None, max_bytes: int) -> Any:
-    """Decode JSON with bounded size and depth. NaN and Infinity are not JSON."""
-    assert value is not None
-    if len(value) > max_bytes:
-        raise RequestError(f"{name} must have at most {max_bytes} bytes.", param=name)
-    try:
-        data = orjson.loads(value)
-    except (orjson.JSONDecodeError, UnicodeError):
-        raise _not_json(name, value) from None
-    _check_depth(name, data)
-    return data
-
-
-def _not_json(name: str, value: str | bytes) -> RequestError:
-    culprit = non_finite_field(value)
-    if culprit is not None:
-        return RequestError(
-            f"{culprit[:64]} must be a finite number; NaN and Infinity are not JSON.",
-            param=culprit[:64],
-        )
-    return RequestError(f"{name} must be valid JSON.", param=name, code="invalid_json")
-
-
-def _check_depth(name: str, data: Any) -> None:
-    level = [data]
-    for _ in range(MAX_JSON_DEPTH + 1):
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                below.extend(item.values())
-            elif isinstance(item, list):
-                below.extend(item)
-        if not below:
-            return
-        level = below
-    raise RequestError(f"{name} must be nested at most {MAX_JSON_DEPTH} levels deep.", param=name)

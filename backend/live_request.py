@@ -45,6 +45,7 @@ class LiveChoice:
             token_ids=() if token is None else (token.token_id,),
             logprobs=delta.logprobs,
             tool_calls=delta.tool_calls,
+            reasoning=delta.reasoning,
             prompt_logprobs=self._prompt_logprobs(delivery, tokenizer),
             cumulative_logprob=self.processor.cumulative_logprob if self.wants_logprobs else None,
             num_input_tokens=self.request.num_input_tokens,

@@ -25,6 +25,7 @@ from shoal.backend.metrics import MetricsPublisher
 from shoal.backend.parent_watch import ParentWatch
 from shoal.backend.responder import Responder
 from shoal.backend.service import Service
+from shoal.backend.text_ops import TextRequest
 from shoal.scheduler.errors import RequestError
 
 DRAIN_S = 5.0
@@ -99,6 +100,11 @@ class TritonPythonModel:
 
     def _take(self, request: Any, reply: codec.TritonReply, returns: codec.Returns) -> None:
         control = codec.read_control(request)
+        text_request = None if control is None else TextRequest.from_control(control)
+        if text_request is not None:
+            raw = codec.read_request(request, returns)
+            self._service.answer_text(text_request, raw, _ControlAnswer(reply))
+            return
         if control is not None:
             self._heartbeat.add(ControlRequest.from_json(control), reply)
             return
@@ -120,6 +126,19 @@ class TritonPythonModel:
         if service is not None:
             service.stop(0)
         shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+class _ControlAnswer:
+    """The one answer to a control request, or why there is none."""
+
+    def __init__(self, reply: codec.TritonReply) -> None:
+        self._reply = reply
+
+    def send(self, answer: dict[str, Any]) -> None:
+        self._reply.send_control(json.dumps(answer), final=True)
+
+    def refuse(self, error: RequestError) -> None:
+        _refuse(self._reply, error)
 
 
 class _ProgressLog:

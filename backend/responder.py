@@ -59,6 +59,7 @@ class ResponseStream:
             return True
         return self.stream and any(
             chunk.text
+            or chunk.reasoning
             or chunk.tool_calls
             or chunk.finish_reason
             or (self.every_token and chunk.token_ids)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,6 +28,7 @@ from shoal.backend.orders import Cancelled, Prepared, Rejected, Submitted
 from shoal.backend.request_class import RequestClass, classify
 from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.tokenizer import Tokenizer
+from shoal.backend.text_ops import TextRequest
 from shoal.backend.weights.catalogue import resolve_weights
 from shoal.backend.worker_keeper import WorkerKeeper, WorkerLink, WorkerState
 from shoal.backend.worker_process import WorkerProcess
@@ -55,6 +56,14 @@ def load_text_parts(path: Path) -> TextParts:
     """Read tokeniser and chat template. Raises ConfigError."""
     tokenizer = Tokenizer.from_checkpoint(path)
     return TextParts(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
+
+
+class TextAnswer(Protocol):
+    """Where the answer to a text request goes: one call of either."""
+
+    def send(self, answer: dict[str, Any]) -> None: ...
+
+    def refuse(self, error: RequestError) -> None: ...
 
 
 class Service:
@@ -148,6 +157,31 @@ class Service:
             self._leave_intake()
             loop.post(Rejected(seq_id, shutting_down()))
         return seq_id
+
+    def answer_text(self, request: TextRequest, raw: RawRequest, answer: TextAnswer) -> None:
+        """Answer what needs no model, once, from an intake thread; a refusal is an answer too."""
+        try:
+            self._enter_intake()
+        except RequestError as error:
+            answer.refuse(error)
+            return
+        try:
+            self._pool.submit(self._answer_text, request, raw, answer)
+        except RuntimeError:  # the pool is closed
+            self._leave_intake()
+            answer.refuse(shutting_down())
+
+    def _answer_text(self, request: TextRequest, raw: RawRequest, answer: TextAnswer) -> None:
+        try:
+            assert self._intake is not None, "not started"
+            answer.send(request.answer(self._intake, raw))
+        except RequestError as error:
+            answer.refuse(error)
+        except Exception:
+            log.exception("a text request could not be answered")
+            answer.refuse(internal_error())
+        finally:
+            self._leave_intake()
 
     def cancel(self, seq_id: int) -> None:
         """End a request in whatever phase; its final chunk says cancelled. Unknown ids pass."""

@@ -158,6 +158,7 @@ def _delta(values: dict[str, Any], index: int) -> Delta:
         finish_reason=values.get("finish_reason") or None,
         logprobs=values.get("logprobs") or None,
         prompt_logprobs=values.get("prompt_logprobs") or None,
+        reasoning=values.get("reasoning_output", ""),
         tool_calls=values.get("tool_calls") or None,
         cumulative_logprob=values.get("cumulative_logprob"),
         index=index,
@@ -183,3 +184,14 @@ def read_heartbeat(response: Any) -> Heartbeat | None:
     if isinstance(payload.get("tiers"), dict):
         fields["tiers"] = payload["tiers"]
     return Heartbeat(**fields)
+
+
+def read_answer(response: Any) -> dict[str, Any] | None:
+    """The object in a control response; None when it holds none (an empty final response). Raises
+    the ShoalError that it carries, if any."""
+    values = decode_outputs(response)
+    if error_json := values.get("error"):
+        raise ShoalError.from_json(error_json)
+    text = values.get("control_output")
+    answer = json.loads(text) if text else None
+    return answer if isinstance(answer, dict) else None

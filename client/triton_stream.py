@@ -231,6 +231,64 @@ class TritonStream:
             pass
         raise errors.unavailable(f"The model {model[:128]!r} did not answer in {timeout_s:g} s.")
 
+    async def tokenize(
+        self,
+        model: str,
+        version: str = "",
+        *,
+        text_input: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | str | None = None,
+        add_special_tokens: bool | None = None,
+        return_token_strs: bool = False,
+        sampling: Mapping[str, Any] | None = None,
+        timeout_s: float = 30.0,
+    ) -> dict[str, Any]:
+        """``tokens``, their ``count``, ``token_strs`` (None unless asked for) and
+        ``max_model_len``. ``sampling`` holds what shapes a chat's prompt, such as tools."""
+        control = {
+            "op": "tokenize",
+            "add_special_tokens": add_special_tokens,
+            "return_token_strs": return_token_strs,
+        }
+        inputs = _prompt_inputs(text_input, messages, None)
+        if sampling:
+            text = tensors.encode_sampling({**sampling})
+            inputs.append(tensors.string_input("sampling_parameters", text))
+        return await self._ask(model, version, control, inputs, timeout_s)
+
+    async def detokenize(
+        self, model: str, token_ids: Sequence[int], version: str = "", timeout_s: float = 30.0
+    ) -> str:
+        """The text of token ids, special tokens included."""
+        inputs = [tensors.token_ids_input(token_ids)]
+        answer = await self._ask(model, version, {"op": "detokenize"}, inputs, timeout_s)
+        return str(answer["prompt"])
+
+    async def _ask(
+        self,
+        model: str,
+        version: str,
+        control: dict[str, Any],
+        inputs: list[InferInput],
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        """The one answer to a control request with inputs of its own."""
+        inputs = [
+            *inputs,
+            tensors.string_input("control", json.dumps(control)),
+            tensors.bool_input("return_error", True),
+        ]
+        request = {"model_name": model, "model_version": version, "inputs": inputs}
+        call = self._start(request, timeout_s)
+        try:
+            async for response in _responses(call, model):
+                answer = tensors.read_answer(response)
+                if answer is not None:
+                    return answer
+        finally:
+            call.cancel()
+        raise errors.unavailable(f"The model {model[:128]!r} did not answer.")
+
     async def models(self, timeout_s: float = 5.0) -> list[ModelInfo]:
         """All models and versions in the server's repository, ready or not.
 
@@ -290,20 +348,10 @@ class TritonStream:
         request = {"model_name": model, "model_version": version, "inputs": inputs}
         call = self._start(request, None)
         try:
-            async for result, error in call:
-                if error is not None:
-                    raise errors.from_tritonserver(error.message(), model)
-                beat = tensors.read_heartbeat(result.get_response())
+            async for response in _responses(call, model):
+                beat = tensors.read_heartbeat(response)
                 if beat is not None:
                     yield beat
-        except grpc.RpcError as error:
-            raise errors.from_grpc(error.code().name, error.details()) from None
-        except asyncio.CancelledError:
-            # gRPC's own cancellation (a closed channel) must not look like that of our task.
-            task = asyncio.current_task()
-            if task and task.cancelling():
-                raise
-            raise errors.from_grpc("CANCELLED", "the call was cancelled") from None
         finally:
             call.cancel()
 
@@ -312,6 +360,23 @@ class TritonStream:
             yield request
 
         return self._client.stream_infer(requests(), stream_timeout=timeout_s)
+
+
+async def _responses(call: Any, model: str) -> AsyncIterator[Any]:
+    """The responses of a stream call. Raises ShoalError when it fails."""
+    try:
+        async for result, error in call:
+            if error is not None:
+                raise errors.from_tritonserver(error.message(), model)
+            yield result.get_response()
+    except grpc.RpcError as error:
+        raise errors.from_grpc(error.code().name, error.details()) from None
+    except asyncio.CancelledError:
+        # gRPC's own cancellation (a closed channel) must not look like that of our task.
+        task = asyncio.current_task()
+        if task and task.cancelling():
+            raise
+        raise errors.from_grpc("CANCELLED", "the call was cancelled") from None
 
 
 def _num_choices(sampling: Mapping[str, Any] | None) -> int:

@@ -53,6 +53,7 @@ class Request:
     inputs: dict[str, Any]
     id: str
     parameters: dict[str, Any]
+    version: str = ""  # empty: the server's choice
     cancelled: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
 
@@ -103,6 +104,7 @@ class FakeModel:
     stub_alive: bool = True  # a dead stub leaves running requests hanging and refuses new ones
     separate_final: bool = False  # the final flag comes alone, after the last response
     is_shoal: bool = True
+    versions: tuple[str, ...] = ("1",)
     num_cached_tokens: int = 0
     requests: list[Request] = field(default_factory=list)
     num_control: int = 0
@@ -155,8 +157,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def RepositoryIndex(self, request: Any, context: Any) -> Any:
         entry = service_pb2.RepositoryIndexResponse.ModelIndex
         index = [
-            entry(name=name, version="1", state="READY" if model.loaded else "UNAVAILABLE")
+            entry(name=name, version=version, state="READY" if model.loaded else "UNAVAILABLE")
             for name, model in self.models.items()
+            for version in model.versions
         ]
         return service_pb2.RepositoryIndexResponse(models=index)
 
@@ -227,11 +230,17 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         except ValueError as error:
             reply.fail(str(error))
             return
-        if "control" in inputs:
-            self._beat(model, json.loads(inputs["control"]), reply, cancelled)
+        control = json.loads(inputs.get("control", "{}"))
+        if control.get("op") in ("tokenize", "detokenize"):
+            answer = json.dumps(_text_answer(control, inputs))
+            name = "error" if "error" in answer else "control_output"
+            reply.send([_string(name, answer)], True)
+            return
+        if control:
+            self._beat(model, control, reply, cancelled)
             return
         parameters = {name: _parameter(value) for name, value in message.parameters.items()}
-        request = Request(inputs, message.id, parameters)
+        request = Request(inputs, message.id, parameters, message.model_version)
         model.requests.append(request)
         num_input_tokens = _count_tokens(inputs)
         pieces = model.script(request)
@@ -286,13 +295,14 @@ class _Reply:
     def __init__(self, message: Any, send: Callable[[Any], None]) -> None:
         self.model = message.model_name
         self._id = message.id
+        self._version = message.model_version or "1"
         self._send = send
         wish = message.parameters.get("triton_enable_empty_final_response")
         self._wants_empty_final = wish is not None and wish.bool_param
 
     def send(self, outputs: list[tuple[str, str, list[int], bytes]], final: bool) -> None:
         response = service_pb2.ModelInferResponse(
-            model_name=self.model, model_version="1", id=self._id
+            model_name=self.model, model_version=self._version, id=self._id
         )
         response.parameters["triton_final_response"].bool_param = final
         for name, datatype, shape, raw in outputs:
@@ -309,6 +319,18 @@ class _Reply:
         self._send(
             service_pb2.ModelStreamInferResponse(error_message=text, infer_response=response)
         )
+
+
+def _text_answer(control: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """A token a word, which stands for the word's length."""
+    if control["op"] == "detokenize":
+        return {"prompt": " ".join("x" * length for length in inputs["input_ids"])}
+    words = (inputs.get("text_input") or inputs.get("messages", "")).split()
+    if "refused" in words:
+        return {"message": "text_input is an error", "status": 400, "param": "text_input"}
+    tokens = [len(word) for word in words]
+    strs = words if control["return_token_strs"] else None
+    return {"count": len(tokens), "max_model_len": 128, "tokens": tokens, "token_strs": strs}
 
 
 def decode_inputs(message: Any) -> dict[str, Any]:

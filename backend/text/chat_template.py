@@ -15,6 +15,8 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.backend.engine_config import ConfigError
+from shoal.backend.text.reasoning import has_marks
+from shoal.backend.text.template_options import TemplateOptions
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.text.tool_parser import ToolFormat, format_of
 from shoal.backend.text.tools import calls_as_text, describe_tools
@@ -24,6 +26,7 @@ MAX_MESSAGES = 1024
 MAX_TEMPLATE_REASON = 200  # characters of a template's own complaint that a client sees
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+_DEFAULT_OPTIONS = TemplateOptions()
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # one of Unicode's private-use planes
 
 
@@ -157,6 +160,7 @@ class ChatTemplate:
         self._special_pattern = tokenizer.special_pattern
         self._special_texts = dict(tokenizer.settings.special_texts)
         self._tool_format = format_of(source)
+        self.has_reasoning = has_marks(source)
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -181,10 +185,13 @@ class ChatTemplate:
         self,
         messages: list[dict[str, Any]],
         tools: tuple[dict[str, Any], ...] = (),
-        *,
-        add_generation_prompt: bool = True,
+        options: TemplateOptions = _DEFAULT_OPTIONS,
     ) -> RenderedChat:
         """Apply the template to parsed messages and tools. Raises RequestError when it refuses."""
+        end_mark = None
+        if options.continues:
+            end_mark = _free_character([messages, list(tools)])
+            messages = _with_end_marked(messages, end_mark)
         if not self._knows_calls:
             messages = [calls_as_text(message) for message in messages]
         if tools and not self._knows_tools:
@@ -196,13 +203,16 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=words[0],
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=options.add_generation_prompt,
                 tools=words[1] or None,
                 documents=None,
+                **options.variables,
                 **self._special_texts,
             )
         except Exception as error:  # a template runs arbitrary expressions on client data
             raise RequestError(_refusal(error), param="messages") from error
+        if end_mark is not None:
+            text = _cut_at(text, end_mark)
         return RenderedChat(text, mark)
 
     def _spells_special(self, words: list[Any]) -> bool:
@@ -215,6 +225,30 @@ class ChatTemplate:
             return "".join(char + mark for char in match.group())
 
         return lambda text: self._special_pattern.sub(break_up, text)
+
+
+def _with_end_marked(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """The mark, and a space that shows whether the template trims, at the end of the last one."""
+    last = messages[-1]
+    if last["role"] != "assistant" or not last["content"]:
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant, with content.",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**last, "content": f"{last['content']}{mark} "}]
+
+
+def _cut_at(text: str, mark: str) -> str:
+    """The prompt up to the mark; without trailing space where the template trims it, as
+    transformers' ``continue_final_message``."""
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise RequestError(
+            "The model's chat template does not show the last message as it is, so "
+            "continue_final_message cannot be used.",
+            param="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _strings(value: Any) -> list[str]:

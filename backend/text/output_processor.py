@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shoal.backend.chunk import TokenLogprobs, ToolCallDelta
 from shoal.backend.text.detokenizer import IncrementalDetokenizer
+from shoal.backend.text.reasoning import ReasoningParser
 from shoal.backend.text.stop import StopChecker
 from shoal.backend.text.token_logprobs import LogprobAligner
 from shoal.backend.text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ class TextDelta:
     stop_hit: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()  # where the request wants them
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning: str = ""  # what the model thinks, before its answer
 
 
 class OutputProcessor:
@@ -43,8 +45,12 @@ class OutputProcessor:
         tokenizer: Tokenizer,
         sampling: SamplingParams,
         tool_parser: ToolParser | None = None,
+        reasoning_parser: ReasoningParser | None = None,
     ) -> None:
         visible = tool_parser.marker_ids(tokenizer) if tool_parser else frozenset()
+        if reasoning_parser is not None:
+            visible |= reasoning_parser.marker_ids(tokenizer)
+        self._reasoning_parser = reasoning_parser
         self._detokenizer = IncrementalDetokenizer(tokenizer, visible)
         self._tool_parser = tool_parser
         self._num_calls = 0
@@ -76,12 +82,24 @@ class OutputProcessor:
         if self._aligner is not None:
             logprobs = self._aligner.release(len(text), finish_reason is not None, stop_hit)
         num_tokens = int(token is not None)
+        thoughts = ""
+        if self._reasoning_parser is not None:
+            thoughts, text = self._part_thoughts(self._reasoning_parser, text)
         if self._tool_parser is None:
-            return TextDelta(text, num_tokens, finish_reason, stop_hit, logprobs)
+            return TextDelta(
+                text, num_tokens, finish_reason, stop_hit, logprobs, reasoning=thoughts
+            )
         said, calls = self._part(self._tool_parser, text)
         if self._num_calls and finish_reason is FinishReason.STOP:
             self.finish_reason = finish_reason = FinishReason.TOOL_CALLS
-        return TextDelta(said, num_tokens, finish_reason, stop_hit, logprobs, calls)
+        return TextDelta(said, num_tokens, finish_reason, stop_hit, logprobs, calls, thoughts)
+
+    def _part_thoughts(self, parser: ReasoningParser, text: str) -> tuple[str, str]:
+        thoughts, answer = parser.push(text)
+        if self.finish_reason is not None:
+            more_thoughts, more_answer = parser.flush()
+            thoughts, answer = thoughts + more_thoughts, answer + more_answer
+        return thoughts, answer
 
     def _part(self, parser: ToolParser, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """What the text says, and what it calls."""

@@ -89,7 +89,7 @@ class ToolParser:
             is_dropped = not said or (self._is_between and not said.strip())
             self._open()
             return [] if is_dropped else [Content(said)]
-        keep = _live_prefix(self._held, self._form.begin) if self._may_call() else 0
+        keep = live_prefix(self._held, self._form.begin) if self._may_call() else 0
         said, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
@@ -105,7 +105,7 @@ class ToolParser:
         if self._form.end and self._form.end in self._held:
             body, self._held = self._held.split(self._form.end, 1)
             return self._calls.push(body) + self._close()
-        keep = _live_prefix(self._held, self._form.end) if self._form.end else 0
+        keep = live_prefix(self._held, self._form.end) if self._form.end else 0
         body, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
@@ -128,7 +128,7 @@ class ToolParser:
         return events
 
 
-def _live_prefix(text: str, mark: str) -> int:
+def live_prefix(text: str, mark: str) -> int:
     """Length of the longest end of ``text`` that begins ``mark``."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):

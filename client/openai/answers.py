@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from shoal.client.errors import ShoalError
 from shoal.client.openai import wire
 from shoal.client.openai.generation import Generation
 from shoal.client.openai.json_body import ClientGoneError
-from shoal.client.openai.wire import Wire
+from shoal.client.openai.wire import AnswerWire
 
 logger = logging.getLogger("shoal.openai")
+
+CALLERS_NAMES = {"text_input": "prompt", "input_ids": "prompt"}
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -45,13 +47,20 @@ class GenerationResponse(Response):
     """
 
     def __init__(
-        self, start: Callable[[], Generation], wire: Wire, stream: bool, send_timeout_s: float
+        self,
+        start: Callable[[], Generation],
+        wire: AnswerWire,
+        stream: bool,
+        send_timeout_s: float,
+        names: Mapping[str, str] = CALLERS_NAMES,
     ) -> None:
+        """``names``: what the caller calls the backend's inputs."""
         super().__init__()
         self._start = start
         self._wire = wire
         self._stream = stream
         self._send_timeout_s = send_timeout_s
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._answer(scope, receive, send))
@@ -73,7 +82,7 @@ class GenerationResponse(Response):
                 if not self._stream:
                     response = await self._whole(generation)
             except ShoalError as error:
-                response = error_response(named_for_caller(error))
+                response = error_response(self._named(error))
             except (OSError, ClientGoneError):
                 raise
             except Exception:
@@ -84,6 +93,9 @@ class GenerationResponse(Response):
                     await self._send_events(generation, send)
                     return
             await response(scope, receive, send)
+
+    def _named(self, error: ShoalError) -> ShoalError:
+        return named_for_caller(error, self._names)
 
     async def _whole(self, generation: Generation) -> Response:
         async for _ in generation.deltas():
@@ -98,17 +110,15 @@ class GenerationResponse(Response):
             await self._send_body(send, b"".join(starts))
             async for delta in generation.deltas():
                 await self._send_body(send, self._wire.delta_events(delta))
-            last = wire.DONE_EVENT
-            if self._wire.include_usage:
-                last = self._wire.usage_event(generation.usage) + last
+            last = self._wire.end_events(generation.usage)
         except ShoalError as error:
             logger.warning("a stream ended early: %s [%s]", error.message, error.detail)
-            last = wire.error_event(named_for_caller(error))
+            last = self._wire.error_event(self._named(error))
         except (OSError, ClientGoneError):
             raise
         except Exception:
             logger.exception("a stream failed")
-            last = wire.error_event(internal_error())
+            last = self._wire.error_event(internal_error())
         await self._send_body(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -124,10 +134,12 @@ class GenerationResponse(Response):
             raise ClientGoneError from None
 
 
-def named_for_caller(error: ShoalError) -> ShoalError:
-    """The backend names its own inputs; the caller knows them as ``prompt``."""
-    if error.param in ("text_input", "input_ids"):
-        return replace(error, param="prompt", message=error.message.replace(error.param, "prompt"))
+def named_for_caller(error: ShoalError, names: Mapping[str, str] = CALLERS_NAMES) -> ShoalError:
+    """The backend names its own inputs; the caller knows them by other names."""
+    for name, callers in names.items():
+        if error.param is not None and error.param.startswith(name):
+            param = callers + error.param.removeprefix(name)
+            return replace(error, param=param, message=error.message.replace(name, callers))
     return error
 
 

@@ -13,7 +13,7 @@ from starlette.routing import Match
 
 from shoal.client.errors import ShoalError, model_not_found
 from shoal.client.openai import wire
-from shoal.client.openai.answers import GenerationResponse, error_response
+from shoal.client.openai.answers import GenerationResponse, error_response, named_for_caller
 from shoal.client.openai.generation import Generation, GenerationRequest
 from shoal.client.openai.json_body import ClientGoneError, read_json
 from shoal.client.openai.middleware import RequestMiddleware, RequestTracker
@@ -22,14 +22,23 @@ from shoal.client.openai.request_models import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    RequestBody,
     parse_body,
 )
 from shoal.client.openai.served_models import ServedModel, ServedModels
 from shoal.client.openai.settings import ShimSettings
+from shoal.client.openai.text_endpoints import (
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize,
+    tokenize,
+)
 from shoal.client.triton_stream import TritonStream
 
 # A gateway says by these whose a request is and how urgent; the backend knows what they mean.
 FORWARDED_HEADERS = ("x-shoal-tenant", "x-shoal-slo-class", "x-shoal-timeout", "x-shoal-cache-salt")
+
+TEXT_NAMES = {"text_input": "prompt", "input_ids": "tokens"}
 
 
 class Shim:
@@ -66,6 +75,23 @@ class Shim:
             raise ShoalError(f"n must be at most {most} for so many prompts.", 400, None, "n")
         return await self._generate(request, body, prompts, wire.completion_wire)
 
+    async def tokenize(self, request: Request) -> Response:
+        body = parse_body(TokenizeBody, await self._read_json(request))
+        return await self._answer_text(body, lambda model: tokenize(self.triton, model, body))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse_body(DetokenizeBody, await self._read_json(request))
+        return await self._answer_text(body, lambda model: detokenize(self.triton, model, body))
+
+    async def _answer_text(
+        self, body: RequestBody, ask: Callable[[ServedModel], Awaitable[dict[str, Any]]]
+    ) -> Response:
+        model = await self._accepting_model(body.model)
+        try:
+            return JSONResponse(await ask(model))
+        except ShoalError as error:
+            raise named_for_caller(error, TEXT_NAMES) from None
+
     async def list_models(self) -> Response:
         with contextlib.suppress(ShoalError):
             await self.served.refresh(max_age_s=self.settings.discovery_interval_s)
@@ -82,8 +108,8 @@ class Shim:
         return JSONResponse({"status": "live"})
 
     async def ready(self) -> Response:
-        states = {model.name: model.state for model in self.served.models}
-        ready = [model.name for model in self.served.models if model.is_ready]
+        states = {model.id: model.state for model in self.served.models}
+        ready = [model.id for model in self.served.models if model.is_ready]
         if ready and not self.tracker.draining:
             return JSONResponse({"status": "ready", "ready": ready, "models": states})
         status = "draining" if self.tracker.draining else "not_ready"
@@ -96,7 +122,7 @@ class Shim:
         for model in self.served.models:
             beat = model.monitor.last
             details = {} if beat is None else dataclasses.asdict(beat)
-            models[model.name] = details | {"state": model.state, "ready": model.is_ready}
+            models[model.id] = details | {"state": model.state, "ready": model.is_ready}
         return JSONResponse({"draining": self.tracker.draining, "models": models})
 
     async def version(self) -> Response:
@@ -108,11 +134,15 @@ class Shim:
             request, limits.max_body_bytes, limits.max_json_depth, limits.body_timeout_s
         )
 
+    async def _accepting_model(self, model_id: str) -> ServedModel:
+        model = await self.served.find(model_id)
+        await model.check_accepting(self.settings.first_beat_timeout_s)
+        return model
+
     async def _generate(
         self, request: Request, body: GenerationBody, prompts: list[Prompt], make_wire: Any
     ) -> Response:
-        model = await self.served.find(body.model)
-        await model.check_accepting(self.settings.first_beat_timeout_s)
+        model = await self._accepting_model(body.model)
         generation = GenerationRequest(
             model,
             prompts,
@@ -146,6 +176,8 @@ def create_app(settings: ShimSettings | None = None) -> FastAPI:
     app.state.shim = shim
     app.add_api_route("/v1/chat/completions", shim.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", shim.completions, methods=["POST"])
+    app.add_api_route("/tokenize", shim.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", shim.detokenize, methods=["POST"])
     _add_get(app, "/v1/models", shim.list_models)
     _add_get(app, "/v1/models/{model_id:path}", shim.get_model)
     _add_get(app, "/health", shim.health)
@@ -168,7 +200,7 @@ def _add_get(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response
 def model_entry(model: ServedModel) -> dict[str, Any]:
     beat = model.monitor.last
     return {
-        "id": model.name,
+        "id": model.id,
         "object": "model",
         "created": model.created,
         "owned_by": "shoal",

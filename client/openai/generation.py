@@ -50,6 +50,7 @@ class ChoiceDelta:
     finish_reason: str | None
     logprobs: list[TokenLogprob] | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # deltas, as on the wire
+    reasoning: str = ""  # what the model thought, before its answer
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class ChoiceState:
     """What one choice has gained so far."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     finish_reason: str = ""
     num_input_tokens: int = 0
     num_cached_tokens: int = 0
@@ -69,6 +71,8 @@ class ChoiceState:
         """Take what the backend sent; returns what the caller gets for it."""
         if delta.text:
             self.text.append(delta.text)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
         self.num_input_tokens = max(self.num_input_tokens, delta.num_input_tokens)
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.num_output_tokens += delta.num_output_tokens
@@ -79,15 +83,21 @@ class ChoiceState:
         if self.logprobs is not None:
             entries = self.reader.read(delta.prompt_logprobs) + self.reader.read(delta.logprobs)
             self.logprobs += entries
-        return ChoiceDelta(index, delta.text, delta.finish_reason, entries, calls)
+        return ChoiceDelta(index, delta.text, delta.finish_reason, entries, calls, delta.reasoning)
 
     @property
     def usage(self) -> Usage:
         return Usage(self.num_input_tokens, self.num_output_tokens, self.num_cached_tokens)
 
     def whole(self, index: int) -> ChoiceDelta:
-        text = "".join(self.text)
-        return ChoiceDelta(index, text, self.finish_reason, self.logprobs, self.tool_calls)
+        return ChoiceDelta(
+            index,
+            "".join(self.text),
+            self.finish_reason,
+            self.logprobs,
+            self.tool_calls,
+            "".join(self.reasoning),
+        )
 
 
 class Generation:
@@ -155,6 +165,7 @@ class Generation:
         request_id = self._request.request_id
         stream = self._triton.generate(
             self._request.model.name,
+            self._request.model.version,
             text_input=prompt.text_input,
             messages=prompt.messages,
             input_ids=prompt.input_ids,

@@ -1,5 +1,6 @@
 """The bodies of the OpenAI endpoints: what is taken, and what is refused by name."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -21,13 +22,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
     "moderation": (),
 }
 
 # Labels for the caller's own bookkeeping: they are meant to have no effect on the answer.
-LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
+LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -55,7 +55,15 @@ SAMPLING_FIELDS = (
     "kv_budget",
     "n",
 )
-TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+CHAT_FIELDS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
+MAX_METADATA = (16, 64, 512)  # pairs, and characters of their names and values
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 32  # of one prompt
 
@@ -67,12 +75,43 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(BaseModel):
-    """What both endpoints share. Ranges are checked by the backend; here only types and names."""
+class RequestBody(BaseModel):
+    """What all endpoints share. Ranges are checked by the backend; here only types and names."""
 
     model_config = ConfigDict(strict=True)
 
     model: str
+
+    def check(self) -> None:
+        """What types do not say. Raises ShoalError (400)."""
+
+
+class LabelledBody(RequestBody):
+    """With labels for the caller's own bookkeeping: they have no effect on the answer."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        most, name_length, value_length = MAX_METADATA
+        pairs = self.metadata or {}
+        if len(pairs) > most or any(
+            len(name) > name_length or len(value) > value_length for name, value in pairs.items()
+        ):
+            raise ShoalError(
+                f"metadata must hold at most {most} pairs, of names of at most {name_length} and "
+                f"values of at most {value_length} characters.",
+                400,
+                "invalid_value",
+                "metadata",
+            )
+
+
+class GenerationBody(LabelledBody):
+    """What chat and text completions share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -99,9 +138,14 @@ class GenerationBody(BaseModel):
     kv_policy: str | None = None
     kv_budget: int | None = None
     n: int | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+
+    def check(self) -> None:
+        LabelledBody.check(self)
+        if self.stream_options is not None:
+            _check_stream_options(self)
+        _check_logprobs(self)
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise ShoalError(f"n must be in [1, {MAX_CHOICES}].", 400, None, "n")
 
     @property
     def streams(self) -> bool:
@@ -135,6 +179,9 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -144,8 +191,7 @@ class ChatBody(GenerationBody):
 
     def sampling(self) -> dict[str, Any]:
         values = GenerationBody.sampling(self)
-        tools = {name: getattr(self, name) for name in TOOL_FIELDS}
-        return values | {name: value for name, value in tools.items() if value is not None}
+        return values | given(self, CHAT_FIELDS)
 
 
 class CompletionBody(GenerationBody):
@@ -170,14 +216,20 @@ class CompletionBody(GenerationBody):
         return values
 
 
-Body = TypeVar("Body", bound=GenerationBody)
+def given(body: BaseModel, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of these names that are not null."""
+    values = {name: getattr(body, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse_body(kind: type[Body], values: Any) -> Body:
     """Check types and names. Raises ShoalError (400) that names the field."""
     if not isinstance(values, dict):
         raise ShoalError("The body must be a JSON object.", 400, "invalid_type")
-    values = {name: value for name, value in values.items() if not _is_neutral(name, value)}
+    values = {name: value for name, value in values.items() if not _is_neutral(kind, name, value)}
     # Before pydantic, which would make an error of every one of a million unknown fields.
     _check_known(kind, values, "")
     if isinstance(options := values.get("stream_options"), dict):
@@ -186,11 +238,7 @@ def parse_body(kind: type[Body], values: Any) -> Body:
         body = kind.model_validate(values)
     except ValidationError as error:
         raise _named_error(error) from None
-    if body.stream_options is not None:
-        _check_stream_options(body)
-    _check_logprobs(body)
-    if body.n is not None and not 1 <= body.n <= MAX_CHOICES:
-        raise ShoalError(f"n must be in [1, {MAX_CHOICES}].", 400, None, "n")
+    body.check()
     return body
 
 
@@ -201,9 +249,9 @@ def _check_known(kind: type[BaseModel], values: dict[str, Any], prefix: str) -> 
         raise ShoalError(f"Unknown field {param!r}.", 400, "unknown_parameter", param)
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _is_neutral(kind: type[BaseModel], name: str, value: Any) -> bool:
     """Whether a field may be left out. Raises ShoalError when it would have to be obeyed."""
-    if name not in NEUTRAL_VALUES:
+    if name in kind.model_fields or name not in NEUTRAL_VALUES:
         return value is None and name in LABEL_FIELDS
     allowed = NEUTRAL_VALUES[name]
     if value is None or any(value == item and _alike(value, item) for item in allowed):
@@ -301,6 +349,22 @@ EXPECTED_TYPES = {
     "tools": "must be a list of objects",
     "tool_choice": "must be none, auto, required or an object with a function",
     "parallel_tool_calls": _FLAG,
+    "add_generation_prompt": _FLAG,
+    "continue_final_message": _FLAG,
+    "chat_template_kwargs": "must be an object",
+    "metadata": "must be an object from string to string",
+    "add_special_tokens": _FLAG,
+    "return_token_strs": _FLAG,
+    "tokens": "must be a list of token ids",
+    "input": "must be a string or a list",
+    "instructions": _TEXT,
+    "max_output_tokens": _WHOLE,
+    "previous_response_id": _TEXT,
+    "store": _FLAG,
+    "text": "must be an object with a format",
+    "include": "must be a list of strings",
+    "dimensions": _WHOLE,
+    "encoding_format": _TEXT,
     "echo": _FLAG,
     "logprobs": "must be true or false in a chat, a whole number in a completion",
     "top_logprobs": _WHOLE,

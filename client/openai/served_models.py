@@ -23,7 +23,9 @@ ACCEPTING_STATES = ("ready", "stuck", "restarting")
 class ServedModel:
     """One model: its heartbeat and the streams that end when the heartbeat is lost."""
 
+    id: str  # by which a request asks for it: its name, or name@version
     name: str
+    version: str  # empty: the server's choice
     monitor: HeartbeatMonitor
     created: int = field(default_factory=lambda: int(time.time()))
     listed: bool = True  # the server's index says it is loaded
@@ -48,7 +50,7 @@ class ServedModel:
         if self.listed and self.monitor.last is None:
             await self.monitor.wait_first_beat(first_beat_timeout_s)
         if self.state not in ACCEPTING_STATES:
-            raise errors.unavailable(f"The model {self.name!r} is not ready ({self.state}).")
+            raise errors.unavailable(f"The model {self.id!r} is not ready ({self.state}).")
 
     @contextlib.contextmanager
     def tracked(self, stream: GenerationStream) -> Iterator[None]:
@@ -60,19 +62,21 @@ class ServedModel:
             self.streams.discard(stream)
 
     def fail_streams(self, _: HeartbeatMonitor) -> None:
-        error = errors.unavailable(f"The model {self.name!r} stopped answering.")
+        error = errors.unavailable(f"The model {self.id!r} stopped answering.")
         for stream in list(self.streams):
             stream.fail(error)
 
 
 class ServedModels:
-    """Follows the server's repository index; keeps one heartbeat monitor a model."""
+    """Follows the server's repository index; keeps one heartbeat monitor a model, and one for each
+    of its versions where several are loaded or one was asked for by number."""
 
     def __init__(self, triton: TritonStream, settings: ShimSettings) -> None:
         self._triton = triton
         self._settings = settings
         self._models: dict[str, ServedModel] = {}
         self._foreign: set[str] = set()  # loaded models of other backends
+        self._loaded: set[str] = set()  # ids
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -99,6 +103,8 @@ class ServedModels:
         """The model of that name. Raises ShoalError 404 when there is none, 503 when unknown."""
         if name not in self._models:
             await self.refresh(max_age_s=self._settings.discovery_interval_s)
+        if name not in self._models and name in self._loaded:
+            await self._add(name)
         if name not in self._models:
             raise errors.model_not_found(name)
         return self._models[name]
@@ -109,7 +115,11 @@ class ServedModels:
             if time.monotonic() - self._refreshed_at < max_age_s:
                 return
             index = await self._triton.models()
-            await self._apply({entry.name for entry in index if entry.ready})
+            versions: dict[str, list[str]] = {}
+            for entry in index:
+                if entry.ready:
+                    versions.setdefault(entry.name, []).append(entry.version)
+            await self._apply(versions)
             self._refreshed_at = time.monotonic()
 
     async def _follow(self) -> None:
@@ -122,29 +132,49 @@ class ServedModels:
                 logger.exception("the model index could not be applied")
             await asyncio.sleep(self._settings.discovery_interval_s)
 
-    async def _apply(self, loaded: set[str]) -> None:
-        self._foreign &= loaded
-        for name in sorted(loaded - self._foreign - set(self._models)):
-            await self._add(name)
+    async def _apply(self, versions: dict[str, list[str]]) -> None:
+        """``versions``: those that are loaded, of each model."""
+        self._foreign &= set(versions)
+        shown = set(versions)
+        self._loaded = set(versions)
+        for name, numbers in versions.items():
+            of_version = {f"{name}@{number}" for number in numbers if number}
+            self._loaded |= of_version
+            if len(numbers) > 1:
+                shown |= of_version
+        for model_id in sorted(shown - set(self._models)):
+            await self._add(model_id)
         now = time.monotonic()
         for model in self.models:
-            model.listed = model.name in loaded
+            model.listed = model.id in self._loaded
             if model.listed:
                 model.last_listed = now
             elif now - model.last_listed > self._settings.forget_after_s:
-                del self._models[model.name]
+                del self._models[model.id]
                 await model.monitor.stop()
 
-    async def _add(self, name: str) -> None:
+    async def _add(self, model_id: str) -> None:
+        name, version = self._split(model_id)
+        if name in self._foreign:
+            return
         try:
-            if not await self._triton.is_shoal_model(name):
+            if not await self._triton.is_shoal_model(name, version):
                 self._foreign.add(name)
                 return
         except ShoalError as error:
-            logger.debug("no metadata of %s: %s", name, error.detail or error)
+            logger.debug("no metadata of %s: %s", model_id, error.detail or error)
             return
-        monitor = HeartbeatMonitor(self._triton, name, lost_after_s=self._settings.lost_after_s)
-        model = ServedModel(name, monitor)
+        if model_id in self._models:  # another request was quicker
+            return
+        monitor = HeartbeatMonitor(
+            self._triton, name, version, lost_after_s=self._settings.lost_after_s
+        )
+        model = ServedModel(model_id, name, version, monitor)
         monitor.on_lost.append(model.fail_streams)
-        self._models[name] = model
+        self._models[model_id] = model
         monitor.start()
+
+    def _split(self, model_id: str) -> tuple[str, str]:
+        """Name and version. A model's own name may hold an @."""
+        name, _, version = model_id.rpartition("@")
+        return (name, version) if name in self._loaded and version.isdecimal() else (model_id, "")

@@ -4,7 +4,7 @@ import math
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -39,16 +39,26 @@ def error_body(error: ShoalError) -> bytes:
     )
 
 
-def error_event(error: ShoalError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
-
-
 def error_headers(error: ShoalError) -> dict[str, str]:
     """Retry-After (whole seconds, and milliseconds for clients that read them) where it helps."""
     if error.status not in (429, 503):
         return {}
     wait_ms = max(error.retry_after_ms or 1000, 1)
     return {"retry-after": str(math.ceil(wait_ms / 1000)), "retry-after-ms": str(wait_ms)}
+
+
+class AnswerWire(Protocol):
+    """Formats the answer to one request: whole, or its events in order."""
+
+    def body(self, choices: list[ChoiceDelta], usage: Usage) -> bytes: ...
+
+    def start_events(self, index: int) -> bytes: ...
+
+    def delta_events(self, delta: ChoiceDelta) -> bytes: ...
+
+    def end_events(self, usage: Usage) -> bytes: ...
+
+    def error_event(self, error: ShoalError) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,15 @@ class Wire:
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def usage_event(self, usage: Usage) -> bytes:
+    def end_events(self, usage: Usage) -> bytes:
+        """What comes after the last choice has ended."""
+        return (self._usage_event(usage) if self.include_usage else b"") + DONE_EVENT
+
+    def error_event(self, error: ShoalError) -> bytes:
+        """What ends a stream that failed."""
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def _usage_event(self, usage: Usage) -> bytes:
         """The one chunk with usage: it has no choices and comes last."""
         body = {**self.head(self.chunk_object), "choices": [], "usage": usage_body(usage)}
         return b"data: " + orjson.dumps(body) + b"\n\n"
@@ -108,6 +126,8 @@ class ChatWire(Wire):
         if choice.tool_calls:
             message["content"] = choice.text or None
             message["tool_calls"] = join_tool_calls(choice.tool_calls)
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         return {
             "index": choice.index,
             "message": message,
@@ -121,7 +141,11 @@ class ChatWire(Wire):
     def delta_events(self, delta: ChoiceDelta) -> bytes:
         index, entries = delta.index, delta.logprobs
         has_content = delta.text or entries
-        events = self._delta(index, {"content": delta.text}, None, entries) if has_content else b""
+        events = b""
+        if delta.reasoning:
+            events += self._delta(index, {"reasoning_content": delta.reasoning})
+        if has_content:
+            events += self._delta(index, {"content": delta.text}, None, entries)
         if delta.tool_calls:
             events += self._delta(index, {"tool_calls": delta.tool_calls})
         if delta.finish_reason is not None:

@@ -7,6 +7,7 @@ from text_builders import BOS, TURN_END, make_tokenizer
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.text.chat_template import MAX_MESSAGES, ChatTemplate, parse_messages
+from shoal.backend.text.template_options import TemplateOptions
 from shoal.scheduler.errors import RequestError
 
 TOKENIZER = make_tokenizer()
@@ -90,7 +91,7 @@ def test_generation_prompt_is_optional() -> None:
     assert chat is not None
     messages = parse_messages([user("a")])
     assert chat.render(messages).text == "<s>[user] a<end>[assistant] "
-    assert chat.render(messages, add_generation_prompt=False).text == "<s>[user] a<end>"
+    assert chat.render(messages, options=TemplateOptions(False)).text == "<s>[user] a<end>"
 
 
 def test_template_that_refuses_says_why() -> None:
