@@ -32,6 +32,9 @@ CacheDir = Annotated[
     Path | None, typer.Option(help="Where runtime and models are kept. [~/.cache/shoal]")
 ]
 RunDirOption = Annotated[Path | None, typer.Option(help="Logs and sockets of this server.")]
+KeysFile = Annotated[
+    Path | None, typer.Option(help="YAML file of API keys; with one, each request needs a key.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -82,6 +85,19 @@ def serve(
         str | None, typer.Option(help="debug, info, warning or error. [info]")
     ] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json. [text]")] = None,
+    keys_file: KeysFile = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM certificate chain of the OpenAI API.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of --tls-cert.")] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose pages may call the OpenAI API, or *. [none]"),
+    ] = None,
+    triton_host: Annotated[
+        str | None,
+        typer.Option(help="Address of Triton's ports. [--host; with keys 127.0.0.1]"),
+    ] = None,
     shim_workers: Annotated[
         int | None, typer.Option(help="Shim processes; only 1 yet. [1]")
     ] = None,
@@ -108,12 +124,17 @@ def serve(
         "self_test": self_test,
         "log_level": log_level,
         "log_format": log_format,
+        "keys_file": keys_file,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "cors_origin": cors_origin,
+        "triton_host": triton_host,
         "shim_workers": shim_workers,
     }
     layered = _load_settings(flags, config)
     if print_config:
         for row in layered.rows():
-            value = ", ".join(row.value) if isinstance(row.value, list) else row.value
+            value = (", ".join(row.value) or None) if isinstance(row.value, list) else row.value
             typer.echo(f"{row.name:<18} {'-' if value is None else value!s:<40} {row.origin}")
         return
     from shoal.client.cli.serve import serve as serve_models
@@ -257,6 +278,55 @@ def doctor(
     typer.echo(findings_as_json(findings) if as_json else findings_as_text(findings))
     if has_problem(findings):
         raise typer.Exit(1)
+
+
+keys_app = typer.Typer(no_args_is_help=True, help="Keys of the OpenAI API.")
+app.add_typer(keys_app, name="keys")
+KeyName = Annotated[str, typer.Argument(help="What to call the key.")]
+
+
+@keys_app.command("add")
+def keys_add(
+    name: KeyName,
+    tenant: Annotated[str | None, typer.Option(help="Whose requests these are. [NAME]")] = None,
+    slo_class: Annotated[str | None, typer.Option(help="Their tier. [the default one]")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="[no limit]")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Of prompts and answers. [no limit]")
+    ] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="Requests at once. [no limit]")] = None,
+    keys_file: KeysFile = None,
+    config: Config = None,
+) -> None:
+    """Make a key and print it. It is shown this once: the file holds only its hash."""
+    from shoal.client.cli.keys import add_key
+
+    limits = {
+        "tenant": tenant,
+        "slo_class": slo_class,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent": max_concurrent,
+    }
+    path = _load_settings({"keys_file": keys_file}, config).settings.keys_file
+    typer.echo(add_key(path, name, limits))
+
+
+@keys_app.command("list")
+def keys_list(keys_file: KeysFile = None, config: Config = None) -> None:
+    """Show the keys of the file, with their tenants and limits."""
+    from shoal.client.cli.keys import keys_as_text
+
+    typer.echo(keys_as_text(_load_settings({"keys_file": keys_file}, config).settings.keys_file))
+
+
+@keys_app.command("revoke")
+def keys_revoke(name: KeyName, keys_file: KeysFile = None, config: Config = None) -> None:
+    """Take a key out of the file. A running server stops taking it within two seconds."""
+    from shoal.client.cli.keys import revoke_key
+
+    revoke_key(_load_settings({"keys_file": keys_file}, config).settings.keys_file, name)
+    typer.echo(f"{name} is revoked.")
 
 
 @app.command("version")

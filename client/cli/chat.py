@@ -14,7 +14,8 @@ import httpx
 
 from shoal.backend.engine_config import ConfigError
 from shoal.client.cli.managed_process import GUARD
-from shoal.client.cli.settings import ServeSettings
+from shoal.client.cli.settings import ServeSettings, api_key_headers
+from shoal.client.openai.tls import trusted_by
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 60.0
@@ -97,6 +98,8 @@ def run_chat(
         httpx.Client(
             base_url=settings.openai_url,
             trust_env=False,  # not through a proxy: it is this machine
+            headers=api_key_headers(),
+            verify=trusted_by(settings.tls_cert),
             timeout=httpx.Timeout(10.0, read=None),
         ) as client,
         _running_server(settings, client, serve_flags, prepare),

@@ -134,7 +134,7 @@ def check_ports(settings: ServeSettings) -> Iterator[Finding]:
     if not faults:
         ports = ", ".join(str(use.port) for use in settings.port_uses)
         yield Finding("ports", "ok", f"{ports} are free")
-    elif served_models(settings.openai_url):
+    elif served_models(settings.openai_url, settings.tls_cert):
         yield Finding("ports", "ok", "in use by a Shoal that is running")
     else:
         for fault in faults:

@@ -15,7 +15,8 @@ from shoal.backend.weights.describe import describe_checkpoint
 from shoal.client.cli.fetch import model_is_present
 from shoal.client.cli.progress import mebibytes
 from shoal.client.cli.serve import model_repository, read_engine_config, repository_models
-from shoal.client.cli.settings import ServeSettings
+from shoal.client.cli.settings import ServeSettings, api_key_headers
+from shoal.client.openai.tls import trusted_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ModelRow:
 
 def list_models(settings: ServeSettings) -> list[ModelRow]:
     """Catalogue models first, then models of the repository with weights of their own."""
-    served = served_models(settings.openai_url)
+    served = served_models(settings.openai_url, settings.tls_cert)
     rows = [
         ModelRow(
             name=entry.name,
@@ -78,11 +79,14 @@ def _facts_of(weights: str, cache_root: Path) -> dict[str, Any]:
     return fields if weights in CATALOGUE else fields | {"num_bytes": facts.num_bytes}
 
 
-def served_models(openai_url: str) -> frozenset[str]:
-    """Names a running server lists; empty when none runs."""
-    opener = request.build_opener(request.ProxyHandler({}))
+def served_models(openai_url: str, tls_cert: Path | None = None) -> frozenset[str]:
+    """Names a running server lists; empty when none runs, or when it wants another key."""
+    trusted = trusted_by(tls_cert)
+    context = None if isinstance(trusted, bool) else trusted
+    opener = request.build_opener(request.ProxyHandler({}), request.HTTPSHandler(context=context))
+    asked = request.Request(f"{openai_url}/v1/models", headers=api_key_headers())
     try:
-        with opener.open(f"{openai_url}/v1/models", timeout=2) as reply:
+        with opener.open(asked, timeout=2) as reply:
             return frozenset(str(model["id"]) for model in json.load(reply)["data"])
     except (URLError, OSError, ValueError, KeyError, TypeError):
         return frozenset()

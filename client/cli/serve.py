@@ -5,7 +5,6 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.backend.engine_config import ConfigError, EngineConfig
@@ -28,12 +27,14 @@ from shoal.client.cli.runtime import (
     server_environment,
 )
 from shoal.client.cli.settings import ServeSettings
+from shoal.client.openai.tls import trusted_by
 
 
 def serve(settings: ServeSettings) -> int:
     """Serve until told to stop; returns the exit status. Raises ConfigError before the start."""
     # Refuse what is wrong before anything is fetched, and fetch before anything is started.
     check_ports(settings.port_uses)
+    check_access(settings)
     run_dir = RunDir(settings.resolved_run_dir)
     run_dir.claim()
     try:
@@ -41,6 +42,16 @@ def serve(settings: ServeSettings) -> int:
         return asyncio.run(_supervise(settings, runtime, run_dir))
     finally:
         run_dir.release()
+
+
+def check_access(settings: ServeSettings) -> None:
+    """Raise ConfigError for keys or TLS files that the OpenAI endpoint could not use."""
+    from shoal.client.openai.api_keys import read_keys
+    from shoal.client.openai.tls import check_tls
+
+    check_tls(settings.tls_cert, settings.tls_key)
+    if settings.keys_file is not None:
+        read_keys(settings.keys_file)
 
 
 def prepare_all(settings: ServeSettings) -> TritonRuntime:
@@ -135,11 +146,16 @@ async def _supervise(settings: ServeSettings, runtime: TritonRuntime, run_dir: R
         drain_timeout_s=settings.drain_timeout_s,
         control=lambda: TritonControl(settings.grpc_url, control_key),
         monitor=lambda name: HeartbeatMonitor(settings.grpc_url, name),
-        shim_is_ready=lambda: http_ok(f"{settings.openai_url}/health/ready"),
+        shim_is_ready=lambda: http_ok(f"{settings.openai_url}/health/ready", settings.tls_cert),
         on_ready=lambda: print(ready_text(settings, run_dir.logs), flush=True),
         after_server=lambda: remove_shared_memory(shm_prefix),
         kill_stub=lambda pid, name: kill_stubs(pid, model_repository(settings) / name),
     )
+    if settings.open_to_all:
+        console.event(
+            f"warning: anybody who reaches {settings.host} can use this server. "
+            "Make keys (shoal keys add) and give --keys-file."
+        )
     console.event(
         f"Starting tritonserver ({runtime.source}) and the OpenAI API; logs in {run_dir.logs}"
     )
@@ -159,7 +175,7 @@ def _server_spec(
         model_repository=model_repository(settings),
         backend_directory=backends,
         ports=TritonPorts(
-            host=settings.host,
+            host=settings.resolved_triton_host,
             http=settings.http_port,
             grpc=settings.grpc_port,
             metrics=settings.metrics_port,
@@ -178,13 +194,18 @@ def _server_spec(
 
 
 def _shim_spec(settings: ServeSettings, run_dir: RunDir, control_key: str) -> ProcessSpec:
-    command: Sequence[str] = [
+    command = [
         *(sys.executable, "-m", "shoal.client.openai"),
         *("--host", settings.host, "--port", str(settings.openai_port)),
         *("--triton-grpc", settings.grpc_url),
         *("--drain-timeout", str(settings.drain_timeout_s)),
         *("--log-level", settings.log_level),
+        *(f"--cors-origin={origin}" for origin in settings.cors_origin),
     ]
+    if settings.keys_file is not None:
+        command += ["--keys-file", str(settings.keys_file)]
+    if settings.tls_cert is not None:
+        command += ["--tls-cert", str(settings.tls_cert), "--tls-key", str(settings.tls_key)]
     # The folder `shoal serve` is started in must not shadow modules of ours.
     environment = {
         **os.environ,
@@ -195,13 +216,14 @@ def _shim_spec(settings: ServeSettings, run_dir: RunDir, control_key: str) -> Pr
     return ProcessSpec("openai-api", command, environment, run_dir.logs / "openai-api.log")
 
 
-async def http_ok(url: str) -> bool:
+async def http_ok(url: str, tls_cert: Path | None = None) -> bool:
     """Whether a GET answers 200."""
     import httpx
 
     try:
         # Not through a proxy: it is this machine.
-        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
+        verify = trusted_by(tls_cert)
+        async with httpx.AsyncClient(trust_env=False, timeout=2.0, verify=verify) as client:
             reply: httpx.Response = await client.get(url)
             return reply.status_code == 200
     except httpx.HTTPError:
@@ -210,7 +232,9 @@ async def http_ok(url: str) -> bool:
 
 def ready_text(settings: ServeSettings, logs: Path) -> str:
     """What is served where, and a command to try."""
-    url, host = settings.openai_url, settings.local_host
+    url, host = settings.openai_url, settings.local_triton_host
+    key = "" if settings.keys_file is None else " -H 'authorization: Bearer KEY'"
+    key += "" if settings.tls_cert is None else f" --cacert {settings.tls_cert}"
     model = settings.model[0]
     body = (
         f'{{"model":"{model}","stream":true,'
@@ -226,7 +250,7 @@ def ready_text(settings: ServeSettings, logs: Path) -> str:
             f"  Triton metrics  http://{host}:{settings.metrics_port}/metrics",
             f"  Logs            {logs}",
             "Try:",
-            f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\",
+            f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} \\",
             f"    -d '{body}'",
             f"  {_run_command(settings, model)}        (in another terminal)",
             "Stop with Ctrl-C.",

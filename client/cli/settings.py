@@ -1,7 +1,9 @@
 """Settings of ``shoal serve``: flag over environment over file over default, with origins."""
 
 import difflib
+import ipaddress
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +18,13 @@ from shoal.client.cli.ports import PortUse
 
 ENV_PREFIX = "SHOAL_"
 # Variables that are no settings of `shoal serve` but are read elsewhere.
-OTHER_VARIABLES = ("SHOAL_TRITONSERVER", "SHOAL_CONTROL_KEY", "SHOAL_GUARD_STACK_BYTES")
+OTHER_VARIABLES = (
+    "SHOAL_TRITONSERVER",
+    "SHOAL_API_KEY",
+    "SHOAL_CONTROL_KEY",
+    "SHOAL_GUARD_STACK_BYTES",
+)
+ORIGIN = re.compile(r"\*|https?://[^/\s@?#]+")
 
 
 class ServeSettings(BaseModel):
@@ -37,9 +45,14 @@ class ServeSettings(BaseModel):
     self_test: int | None = Field(None, ge=0, le=64)  # None: as each model's settings have it
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
+    keys_file: Path | None = None  # None: nobody needs a key
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    cors_origin: list[str] = Field([], max_length=64)
+    triton_host: str | None = None  # None: see ``resolved_triton_host``
     shim_workers: int = Field(1, ge=1, le=1)
 
-    @field_validator("model", mode="before")
+    @field_validator("model", "cors_origin", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         """``a,b`` in the environment or the file means two models."""
@@ -55,14 +68,24 @@ class ServeSettings(BaseModel):
             raise ValueError("names a model twice")
         return names
 
-    @field_validator("host")
+    @field_validator("cors_origin")
     @classmethod
-    def _one_host(cls, host: str) -> str:
+    def _origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError("must be origins such as https://chat.example.com, or *")
+        return origins
+
+    @field_validator("host", "triton_host")
+    @classmethod
+    def _one_host(cls, host: str | None) -> str | None:
+        if host is None:
+            return None
         if not host or any(character.isspace() for character in host):
             raise ValueError("must be an address such as 127.0.0.1 or 0.0.0.0")
         return host
 
-    @field_validator("model_repository", "cache_dir", "run_dir")
+    @field_validator("model_repository", "cache_dir", "run_dir", "keys_file", "tls_cert", "tls_key")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
@@ -70,15 +93,30 @@ class ServeSettings(BaseModel):
     @property
     def local_host(self) -> str:
         """Where processes on this machine reach what listens on ``host``."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return _local(self.host)
+
+    @property
+    def resolved_triton_host(self) -> str:
+        """Triton's own ports ask for no key: beside keys they are for this machine alone."""
+        return self.triton_host or ("127.0.0.1" if self.keys_file else self.host)
+
+    @property
+    def local_triton_host(self) -> str:
+        return _local(self.resolved_triton_host)
 
     @property
     def openai_url(self) -> str:
-        return f"http://{_bracketed(self.local_host)}:{self.openai_port}"
+        scheme = "https" if self.tls_cert else "http"
+        return f"{scheme}://{_bracketed(self.local_host)}:{self.openai_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"{_bracketed(self.local_host)}:{self.grpc_port}"
+        return f"{_bracketed(self.local_triton_host)}:{self.grpc_port}"
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether other machines can call without a key."""
+        return self.keys_file is None and not _is_loopback(self.host)
 
     @property
     def resolved_run_dir(self) -> Path:
@@ -96,13 +134,30 @@ class ServeSettings(BaseModel):
     @property
     def port_uses(self) -> list[PortUse]:
         """Every port with the flag that sets it."""
-        host = self.host
+        host = self.resolved_triton_host
         return [
-            PortUse(host, self.openai_port, "--openai-port", "OpenAI API"),
+            PortUse(self.host, self.openai_port, "--openai-port", "OpenAI API"),
             PortUse(host, self.http_port, "--http-port", "Triton HTTP"),
             PortUse(host, self.grpc_port, "--grpc-port", "Triton gRPC"),
             PortUse(host, self.metrics_port, "--metrics-port", "Triton metrics"),
         ]
+
+
+def api_key_headers() -> dict[str, str]:
+    """What commands that call a running server send: the key of SHOAL_API_KEY, if there is one."""
+    key = os.environ.get("SHOAL_API_KEY")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _local(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _bracketed(host: str) -> str:

@@ -3,7 +3,9 @@
 import argparse
 import logging
 import sys
+from pathlib import Path
 
+from shoal.backend.engine_config import ConfigError
 from shoal.client.openai.server import PortTakenError, run
 from shoal.client.openai.settings import ShimSettings
 
@@ -16,6 +18,10 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=defaults.port)
     parser.add_argument("--triton-grpc", default=defaults.triton_grpc, metavar="HOST:PORT")
     parser.add_argument("--drain-timeout", type=float, default=defaults.drain_timeout_s)
+    parser.add_argument("--keys-file", type=Path, metavar="FILE", help="YAML, see `shoal keys`")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM chain; needs --tls-key")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE")
+    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN")
     parser.add_argument("--log-level", default=defaults.log_level)
     flags = parser.parse_args()
     logging.basicConfig(
@@ -28,11 +34,15 @@ def main() -> int:
         host=flags.host,
         port=flags.port,
         drain_timeout_s=flags.drain_timeout,
+        keys_file=flags.keys_file,
+        tls_cert=flags.tls_cert,
+        tls_key=flags.tls_key,
+        cors_origins=tuple(flags.cors_origin),
         log_level=flags.log_level,
     )
     try:
         run(settings)
-    except PortTakenError as error:
+    except (PortTakenError, ConfigError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 1
     return 0

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from shoal.client.errors import ShoalError
 from shoal.client.openai import wire
 from shoal.client.openai.generation import Generation
 from shoal.client.openai.json_body import ClientGoneError
+from shoal.client.openai.key_limits import TokenLease
 from shoal.client.openai.wire import AnswerWire
 
 logger = logging.getLogger("shoal.openai")
@@ -52,10 +53,12 @@ class GenerationResponse(Response):
         wire: AnswerWire,
         stream: bool,
         send_timeout_s: float,
+        lease: TokenLease | None = None,
         names: Mapping[str, str] = CALLERS_NAMES,
     ) -> None:
         """``names``: what the caller calls the backend's inputs."""
         super().__init__()
+        self._lease = lease
         self._start = start
         self._wire = wire
         self._stream = stream
@@ -76,7 +79,7 @@ class GenerationResponse(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._start() as generation:
+        async with self._start() as generation, self._charged(generation):
             try:
                 await generation.start()
                 if not self._stream:
@@ -96,6 +99,19 @@ class GenerationResponse(Response):
 
     def _named(self, error: ShoalError) -> ShoalError:
         return named_for_caller(error, self._names)
+
+    @contextlib.asynccontextmanager
+    async def _charged(self, generation: Generation) -> AsyncIterator[None]:
+        """Charge the key for the tokens; for a client that left before they were told, those
+        that were set aside."""
+        try:
+            yield
+        except (asyncio.CancelledError, ClientGoneError, OSError):
+            if self._lease is not None and generation.usage.total_tokens:
+                self._lease.settle(generation.usage.total_tokens)
+            raise
+        if self._lease is not None:
+            self._lease.settle(generation.usage.total_tokens)
 
     async def _whole(self, generation: Generation) -> Response:
         async for _ in generation.deltas():

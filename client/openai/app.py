@@ -1,5 +1,6 @@
 """The OpenAI shim as a FastAPI application: HTTP to one cancellable gRPC stream and back."""
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,11 +10,14 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from shoal.client.errors import ShoalError, model_not_found
 from shoal.client.openai import wire
+from shoal.client.openai.access import Access, AccessMiddleware, owned_by
 from shoal.client.openai.answers import GenerationResponse, error_response, named_for_caller
+from shoal.client.openai.api_keys import KeyFile
 from shoal.client.openai.generation import Generation, GenerationRequest
 from shoal.client.openai.json_body import ClientGoneError, read_json
 from shoal.client.openai.middleware import RequestMiddleware, RequestTracker
@@ -47,6 +51,9 @@ class Shim:
     def __init__(self, settings: ShimSettings) -> None:
         self.settings = settings
         self.tracker = RequestTracker()
+        self.access = Access()
+        keys_file = settings.keys_file
+        self._keys = None if keys_file is None else KeyFile(keys_file, self.access.replace)
         self.triton: TritonStream
         self.served: ServedModels
 
@@ -57,10 +64,22 @@ class Shim:
         ) as self.triton:
             self.served = ServedModels(self.triton, self.settings)
             self.served.start()
-            try:
-                yield
-            finally:
-                await self.served.stop()
+            async with self._following_keys():
+                try:
+                    yield
+                finally:
+                    await self.served.stop()
+
+    @contextlib.asynccontextmanager
+    async def _following_keys(self) -> AsyncIterator[None]:
+        if self._keys is None:
+            yield
+            return
+        task = asyncio.create_task(self._keys.follow(self.settings.keys_interval_s))
+        try:
+            yield
+        finally:
+            task.cancel()
 
     async def chat_completions(self, request: Request) -> Response:
         body = parse_body(ChatBody, await self._read_json(request))
@@ -149,15 +168,24 @@ class Shim:
             body.sampling(),
             body.streams,
             request.state.request_id,
-            {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers},
+            request_parameters(request),
             body.echoes,
         )
+        account = request.state.account
+        lease = account and account.reserve_tokens(generation.estimated_tokens)
         return GenerationResponse(
             lambda: Generation(self.triton, generation),
             make_wire(body.model, body.include_usage),
             body.streams,
             self.settings.send_timeout_s,
+            lease,
         )
+
+
+def request_parameters(request: Request) -> dict[str, str]:
+    """What goes to the backend beside the body: whose the request is, and how urgent."""
+    given = {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
+    return owned_by(request.state.account, given)
 
 
 def create_app(settings: ShimSettings | None = None) -> FastAPI:
@@ -187,8 +215,24 @@ def create_app(settings: ShimSettings | None = None) -> FastAPI:
     app.add_exception_handler(ShoalError, answer_shoal_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
     app.add_exception_handler(ClientGoneError, answer_nobody)
+    # The one added last is asked first.
+    app.add_middleware(AccessMiddleware, access=shim.access)
     app.add_middleware(RequestMiddleware, tracker=shim.tracker)
+    if shim.settings.cors_origins:
+        _allow_origins(app, shim.settings.cors_origins)
     return app
+
+
+def _allow_origins(app: FastAPI, origins: tuple[str, ...]) -> None:
+    """Let pages of these origins call. Keys travel in a header, so no cookies are allowed."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type", "x-request-id", *FORWARDED_HEADERS],
+        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        max_age=600,
+    )
 
 
 def _add_get(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:

@@ -37,6 +37,13 @@ class GenerationRequest:
     def wants_logprobs(self) -> bool:
         return "logprobs" in self.sampling
 
+    @property
+    def estimated_tokens(self) -> int:
+        """Of prompts and answers, before anything is tokenised; an open end counts nothing."""
+        longest = self.sampling.get("max_completion_tokens", self.sampling.get("max_tokens", 0))
+        answers = max(longest, 0) * self.num_choices_each * len(self.prompts)
+        return answers + sum(prompt.estimated_tokens for prompt in self.prompts)
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:

@@ -47,8 +47,8 @@ class RequestMiddleware:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                # A client that sent a body too large to read would go on sending it.
-                if self._tracker.draining or status in (408, 413):
+                # A client whose body is not read would go on sending it.
+                if self._tracker.draining or status in (401, 408, 413):
                     headers["connection"] = "close"
             await send(message)
 

@@ -8,6 +8,7 @@ import orjson
 from shoal.client.errors import ShoalError
 
 MAX_TOKEN_ID = 2**31 - 1
+CHARACTERS_PER_TOKEN = 4  # about, in English
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,12 @@ class Prompt:
     text_input: str | None = None
     messages: str | None = None
     input_ids: tuple[int, ...] | None = None
+
+    @property
+    def estimated_tokens(self) -> int:
+        if self.input_ids is not None:
+            return len(self.input_ids)
+        return len(self.text_input or self.messages or "") // CHARACTERS_PER_TOKEN
 
 
 def read_messages(messages: list[dict[str, Any]]) -> Prompt:

@@ -12,6 +12,7 @@ from shoal.client.openai.app import create_app
 from shoal.client.openai.http_protocol import limited_protocol
 from shoal.client.openai.middleware import RequestTracker
 from shoal.client.openai.settings import ShimSettings
+from shoal.client.openai.tls import check_tls
 
 logger = logging.getLogger("shoal.openai")
 
@@ -73,6 +74,8 @@ def make_server(settings: ShimSettings) -> DrainingServer:
         server_header=False,
         log_config=None,
         timeout_graceful_shutdown=1,  # the drain came before
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         timeout_keep_alive=65,  # longer than that of usual proxies, so that they close first
     )
     return DrainingServer(config, app.state.shim.tracker, settings.drain_timeout_s)
@@ -92,6 +95,10 @@ def listen(settings: ShimSettings) -> socket.socket:
 
 def run(settings: ShimSettings) -> None:
     """Serve until told to stop."""
+    check_tls(settings.tls_cert, settings.tls_key)
+    server = make_server(settings)
     listener = listen(settings)
-    logger.info("OpenAI API at http://%s:%d/v1", settings.host, listener.getsockname()[1])
-    make_server(settings).run(sockets=[listener])
+    scheme = "http" if settings.tls_cert is None else "https"
+    port = listener.getsockname()[1]
+    logger.info("OpenAI API at %s://%s:%d/v1", scheme, settings.host, port)
+    server.run(sockets=[listener])

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 MIB = 1024 * 1024
 
@@ -26,6 +27,11 @@ class ShimSettings:
     max_choices: int = 128  # of all prompts of a request together
     max_head_bytes: int = 64 * 1024
     max_headers: int = 100
+    keys_file: Path | None = None  # None: nobody needs a key
+    keys_interval_s: float = 1.0  # how often the key file is looked at
+    tls_cert: Path | None = None  # a PEM chain, and its key: both or none
+    tls_key: Path | None = None
+    cors_origins: tuple[str, ...] = ()  # whose pages browsers let call; none: only our own
     log_level: str = "info"
     # What opens Triton's repository calls, where `shoal serve` has closed them.
     control_key: str | None = field(
