@@ -41,6 +41,7 @@ class Piece:
     logprobs: tuple[dict[str, Any], ...] = ()  # one entry a token, as the backend writes them
     prompt_logprobs: tuple[dict[str, Any], ...] = ()
     tool_calls: tuple[dict[str, Any], ...] = ()  # deltas
+    reasoning: str = ""
     index: int | None = None  # of a request for several choices
     beside: tuple["Piece", ...] = ()  # of further choices, in the same response
     is_last: bool = True  # with a finish reason: the request ends
@@ -378,6 +379,9 @@ def _piece_outputs(
     if piece.tool_calls:
         outputs["tool_calls"] = _string("tool_calls", json.dumps(piece.tool_calls))
         asked.add("tool_calls")
+    if piece.reasoning:
+        outputs["reasoning_output"] = _string("reasoning_output", piece.reasoning)
+        asked.add("reasoning_output")
     if piece.prompt_logprobs:
         outputs["prompt_logprobs"] = _string("prompt_logprobs", json.dumps(piece.prompt_logprobs))
         asked.add("prompt_logprobs")
@@ -411,6 +415,7 @@ def _join(pieces: list[Piece]) -> Piece:
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
         prompt_logprobs=tuple(entry for piece in pieces for entry in piece.prompt_logprobs),
         tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
+        reasoning="".join(piece.reasoning for piece in pieces),
     )
 
 

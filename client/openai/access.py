@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.client.errors import ShoalError
@@ -16,6 +17,8 @@ from shoal.client.openai.key_limits import KeyAccount
 PUBLIC_PATHS = frozenset({"/health/live", "/health/ready"})
 SCHEME = "bearer"
 TENANT_HEADER, TIER_HEADER = "x-shoal-tenant", "x-shoal-slo-class"
+# A gateway says by these whose a request is and how urgent; the backend knows what they mean.
+FORWARDED_HEADERS = (TENANT_HEADER, TIER_HEADER, "x-shoal-timeout", "x-shoal-cache-salt")
 HOW_TO = (
     "Send the header 'Authorization: Bearer KEY'; "
     "who runs this server makes keys with `shoal keys add`."
@@ -99,6 +102,12 @@ def owned_by(account: KeyAccount | None, parameters: Mapping[str, Any]) -> dict[
     if account.key.slo_class is not None:
         owned[TIER_HEADER] = account.key.slo_class
     return owned
+
+
+def request_parameters(request: Request) -> dict[str, Any]:
+    """What goes to the backend beside the body: whose the request is, and how urgent."""
+    given = {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
+    return owned_by(request.state.account, given)
 
 
 def _refusal(message: str) -> ShoalError:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,10 +15,20 @@ from starlette.routing import Match
 
 from shoal.client.errors import ShoalError, model_not_found
 from shoal.client.openai import wire
-from shoal.client.openai.access import Access, AccessMiddleware, owned_by
-from shoal.client.openai.answers import GenerationResponse, error_response, named_for_caller
+from shoal.client.openai.access import (
+    FORWARDED_HEADERS,
+    Access,
+    AccessMiddleware,
+    request_parameters,
+)
+from shoal.client.openai.answers import (
+    CALLERS_NAMES,
+    GenerationResponse,
+    error_response,
+    named_for_caller,
+)
 from shoal.client.openai.api_keys import KeyFile
-from shoal.client.openai.generation import Generation, GenerationRequest
+from shoal.client.openai.generation import Generation, GenerationRequest, Task
 from shoal.client.openai.json_body import ClientGoneError, read_json
 from shoal.client.openai.middleware import RequestMiddleware, RequestTracker
 from shoal.client.openai.prompts import Prompt, read_messages, read_prompts
@@ -29,6 +39,7 @@ from shoal.client.openai.request_models import (
     RequestBody,
     parse_body,
 )
+from shoal.client.openai.responses import Responses
 from shoal.client.openai.served_models import ServedModel, ServedModels
 from shoal.client.openai.settings import ShimSettings
 from shoal.client.openai.text_endpoints import (
@@ -37,10 +48,8 @@ from shoal.client.openai.text_endpoints import (
     detokenize,
     tokenize,
 )
+from shoal.client.openai.wire import AnswerWire
 from shoal.client.triton_stream import TritonStream
-
-# A gateway says by these whose a request is and how urgent; the backend knows what they mean.
-FORWARDED_HEADERS = ("x-shoal-tenant", "x-shoal-slo-class", "x-shoal-timeout", "x-shoal-cache-salt")
 
 TEXT_NAMES = {"text_input": "prompt", "input_ids": "tokens"}
 
@@ -54,6 +63,7 @@ class Shim:
         self.access = Access()
         keys_file = settings.keys_file
         self._keys = None if keys_file is None else KeyFile(keys_file, self.access.replace)
+        self.responses = Responses(settings, self.read_json, self.generate)
         self.triton: TritonStream
         self.served: ServedModels
 
@@ -82,24 +92,24 @@ class Shim:
             task.cancel()
 
     async def chat_completions(self, request: Request) -> Response:
-        body = parse_body(ChatBody, await self._read_json(request))
+        body = parse_body(ChatBody, await self.read_json(request))
         prompts = [read_messages(body.messages)]
-        return await self._generate(request, body, prompts, wire.chat_wire)
+        return await self._complete(request, body, prompts, wire.chat_wire)
 
     async def completions(self, request: Request) -> Response:
-        body = parse_body(CompletionBody, await self._read_json(request))
+        body = parse_body(CompletionBody, await self.read_json(request))
         prompts = read_prompts(body.prompt, self.settings.max_prompts)
         if len(prompts) * (body.n or 1) > self.settings.max_choices:
             most = self.settings.max_choices // len(prompts)
             raise ShoalError(f"n must be at most {most} for so many prompts.", 400, None, "n")
-        return await self._generate(request, body, prompts, wire.completion_wire)
+        return await self._complete(request, body, prompts, wire.completion_wire)
 
     async def tokenize(self, request: Request) -> Response:
-        body = parse_body(TokenizeBody, await self._read_json(request))
+        body = parse_body(TokenizeBody, await self.read_json(request))
         return await self._answer_text(body, lambda model: tokenize(self.triton, model, body))
 
     async def detokenize(self, request: Request) -> Response:
-        body = parse_body(DetokenizeBody, await self._read_json(request))
+        body = parse_body(DetokenizeBody, await self.read_json(request))
         return await self._answer_text(body, lambda model: detokenize(self.triton, model, body))
 
     async def _answer_text(
@@ -147,7 +157,7 @@ class Shim:
     async def version(self) -> Response:
         return JSONResponse({"version": package_version()})
 
-    async def _read_json(self, request: Request) -> Any:
+    async def read_json(self, request: Request) -> Any:
         limits = self.settings
         return await read_json(
             request, limits.max_body_bytes, limits.max_json_depth, limits.body_timeout_s
@@ -158,34 +168,40 @@ class Shim:
         await model.check_accepting(self.settings.first_beat_timeout_s)
         return model
 
-    async def _generate(
+    async def _complete(
         self, request: Request, body: GenerationBody, prompts: list[Prompt], make_wire: Any
     ) -> Response:
-        model = await self._accepting_model(body.model)
+        answer_wire = make_wire(body.model, body.include_usage)
+        task = Task(body.model, prompts, body.sampling(), body.streams, body.echoes)
+        return await self.generate(request, task, answer_wire)
+
+    async def generate(
+        self,
+        request: Request,
+        task: Task,
+        answer_wire: AnswerWire,
+        names: Mapping[str, str] = CALLERS_NAMES,
+    ) -> Response:
+        """The answer to a checked request. ``names``: see GenerationResponse. Raises ShoalError."""
         generation = GenerationRequest(
-            model,
-            prompts,
-            body.sampling(),
-            body.streams,
+            await self._accepting_model(task.model_id),
+            task.prompts,
+            task.sampling,
+            task.stream,
             request.state.request_id,
             request_parameters(request),
-            body.echoes,
+            task.echo,
         )
         account = request.state.account
         lease = account and account.reserve_tokens(generation.estimated_tokens)
         return GenerationResponse(
             lambda: Generation(self.triton, generation),
-            make_wire(body.model, body.include_usage),
-            body.streams,
+            answer_wire,
+            task.stream,
             self.settings.send_timeout_s,
             lease,
+            names,
         )
-
-
-def request_parameters(request: Request) -> dict[str, str]:
-    """What goes to the backend beside the body: whose the request is, and how urgent."""
-    given = {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
-    return owned_by(request.state.account, given)
 
 
 def create_app(settings: ShimSettings | None = None) -> FastAPI:
@@ -204,6 +220,9 @@ def create_app(settings: ShimSettings | None = None) -> FastAPI:
     app.state.shim = shim
     app.add_api_route("/v1/chat/completions", shim.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", shim.completions, methods=["POST"])
+    app.add_api_route("/v1/responses", shim.responses.create, methods=["POST"])
+    _add_get(app, "/v1/responses/{response_id}", shim.responses.get)
+    app.add_api_route("/v1/responses/{response_id}", shim.responses.delete, methods=["DELETE"])
     app.add_api_route("/tokenize", shim.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", shim.detokenize, methods=["POST"])
     _add_get(app, "/v1/models", shim.list_models)

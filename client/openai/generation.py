@@ -17,6 +17,17 @@ QUEUED_DELTAS = 16  # per request with several prompts; a full queue holds the s
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """What an endpoint has read of its request's body."""
+
+    model_id: str
+    prompts: list[Prompt]
+    sampling: dict[str, Any]
+    stream: bool = False
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One HTTP request, checked."""
 

@@ -1,7 +1,7 @@
 """The bodies of the OpenAI endpoints: what is taken, and what is refused by name."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -79,6 +79,7 @@ class RequestBody(BaseModel):
     """What all endpoints share. Ranges are checked by the backend; here only types and names."""
 
     model_config = ConfigDict(strict=True)
+    neutral_values: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL_VALUES
 
     model: str
 
@@ -249,11 +250,11 @@ def _check_known(kind: type[BaseModel], values: dict[str, Any], prefix: str) -> 
         raise ShoalError(f"Unknown field {param!r}.", 400, "unknown_parameter", param)
 
 
-def _is_neutral(kind: type[BaseModel], name: str, value: Any) -> bool:
+def _is_neutral(kind: type[RequestBody], name: str, value: Any) -> bool:
     """Whether a field may be left out. Raises ShoalError when it would have to be obeyed."""
-    if name in kind.model_fields or name not in NEUTRAL_VALUES:
+    if name in kind.model_fields or name not in kind.neutral_values:
         return value is None and name in LABEL_FIELDS
-    allowed = NEUTRAL_VALUES[name]
+    allowed = kind.neutral_values[name]
     if value is None or any(value == item and _alike(value, item) for item in allowed):
         return True
     values = ", ".join(orjson.dumps(item).decode() for item in allowed)

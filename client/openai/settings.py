@@ -25,6 +25,10 @@ class ShimSettings:
     max_json_depth: int = 32
     max_prompts: int = 32
     max_choices: int = 128  # of all prompts of a request together
+    # Responses that later ones may go on from, in the memory of this process.
+    max_stored_responses: int = 1000
+    max_stored_bytes: int = 64 * MIB
+    stored_for_s: float = 3600.0
     max_head_bytes: int = 64 * 1024
     max_headers: int = 100
     keys_file: Path | None = None  # None: nobody needs a key
