@@ -205,6 +205,7 @@ class DispatchLoop:
         live.num_input_tokens = len(request.prompt_token_ids)
         if request.sampling.prompt_logprobs is not None:
             live.scored_token_ids = request.prompt_token_ids
+            live.prompt_text = request.prompt_text
         try:
             self._refuse_without_worker()
             if self._draining:

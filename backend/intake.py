@@ -43,7 +43,8 @@ METADATA_PREFIXES = ("x-", "triton_")  # forwarded headers and Triton's own
 class PreparedRequest:
     """A request that can be served. ``sampling`` has a number for max_tokens and a seed.
 
-    ``prompt_text`` is what ``echo_input`` puts before the output (special tokens included).
+    ``prompt_text`` is what ``echo_input`` puts before the output (special tokens included); of
+    token ids it is set only where it is wanted.
     ``metadata`` holds the transport-level parameters, such as tenant and slo_class.
     """
 
@@ -100,7 +101,8 @@ class Intake:
         use = ChatUse.take(values, source)
         sampling = self._sampling(values, use.tool_use)
         echo_input = _echo_input(raw, source)
-        token_ids, text = self.prompter.prompt(raw, source, echo_input, use)
+        wants_text = echo_input or sampling.prompt_logprobs is not None
+        token_ids, text = self.prompter.prompt(raw, source, wants_text, use)
         sampling = self._fill_in(sampling, len(token_ids), source)
         template = self._template if source == "messages" else None
         splits = template is not None and template.has_reasoning and sampling.grammar is None

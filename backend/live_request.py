@@ -20,6 +20,7 @@ class LiveRequest:
     choices: list["LiveChoice"] = field(default_factory=list)  # empty: not prepared yet
     num_input_tokens: int = 0
     scored_token_ids: list[int] = field(default_factory=list)  # the prompt, where it is scored
+    prompt_text: str = ""  # the same
     cached_tokens: int = 0
 
     @property
@@ -63,4 +64,6 @@ class LiveChoice:
         if not token_ids:
             return ()
         self.request.scored_token_ids = []
-        return describe_prompt(tokenizer, token_ids, delivery.prompt_logprobs)
+        return describe_prompt(
+            tokenizer, token_ids, delivery.prompt_logprobs, self.request.prompt_text
+        )

@@ -56,13 +56,13 @@ class Prompter:
         self._vocab_size = vocab_size
 
     def prompt(
-        self, raw: RawRequest, source: str, echo_input: bool, use: ChatUse
+        self, raw: RawRequest, source: str, wants_text: bool, use: ChatUse
     ) -> tuple[list[int], str]:
         """Token ids, and the text where it is known or must be echoed."""
         if source == "input_ids":
             assert raw.input_ids is not None
             token_ids = self._check_input_ids(raw.input_ids, self.max_model_len)
-            return token_ids, self._tokenizer.decode(token_ids) if echo_input else ""
+            return token_ids, self._tokenizer.decode(token_ids) if wants_text else ""
         if source == "messages":
             return self._chat(raw, use, is_limited=True)
         text = decode_text("text_input", raw.text_input)

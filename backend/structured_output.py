@@ -13,6 +13,7 @@ from typing import Any
 from llguidance import LLMatcher, grammar_from
 
 from shoal.backend.grammar_compiler import LIMITS
+from shoal.backend.strict_json import sound_json
 from shoal.scheduler.errors import RequestError
 
 FIELDS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -61,8 +62,8 @@ def _response_format(value: Any) -> str | None:
 def _guided_json(value: Any) -> str:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+            value = sound_json(value)
+        except ValueError:
             raise _wrong("guided_json", "must be a JSON schema") from None
     return _json_grammar("guided_json", value)
 

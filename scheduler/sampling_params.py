@@ -1,6 +1,7 @@
 """Sampling parameters of one sequence, validated once at the edge."""
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from typing import Any
@@ -15,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_CHOICES = 32
+MIN_REPETITION_PENALTY = 0.01  # it divides: logits must stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class SamplingParams:
         _check_float("typical_p", self.typical_p, 0.0, 1.0, low_open=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        _check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
         _check_logit_bias(self.logit_bias)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, optional=True)
@@ -208,7 +210,7 @@ def _read_logit_bias(value: Any) -> tuple[tuple[int, Any], ...]:
             code="invalid_type",
         )
     for token_id in value:
-        if not (isinstance(token_id, str) and token_id.isascii() and token_id.isdigit()):
+        if not (isinstance(token_id, str) and re.fullmatch("[0-9]{1,10}", token_id)):
             raise RequestError(
                 f"logit_bias must name tokens by their ids, not {str(token_id)[:32]!r}.",
                 param="logit_bias",

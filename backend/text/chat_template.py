@@ -15,6 +15,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.backend.engine_config import ConfigError
+from shoal.backend.strict_json import sound_json
 from shoal.backend.text.reasoning import has_marks
 from shoal.backend.text.template_options import TemplateOptions
 from shoal.backend.text.tokenizer import Tokenizer
@@ -120,8 +121,8 @@ def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _json_object(text: str) -> Any:
     """The object that ``text`` spells, else the text itself."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = sound_json(text)
+    except ValueError:
         return text
     return value if isinstance(value, dict) else text
 

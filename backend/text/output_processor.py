@@ -90,7 +90,8 @@ class OutputProcessor:
                 text, num_tokens, finish_reason, stop_hit, logprobs, reasoning=thoughts
             )
         said, calls = self._part(self._tool_parser, text)
-        if self._num_calls and finish_reason is FinishReason.STOP:
+        has_called = self._num_calls > 0 and not self._tool_parser.is_cut
+        if has_called and finish_reason is FinishReason.STOP:
             self.finish_reason = finish_reason = FinishReason.TOOL_CALLS
         return TextDelta(said, num_tokens, finish_reason, stop_hit, logprobs, calls, thoughts)
 

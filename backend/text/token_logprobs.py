@@ -73,18 +73,22 @@ class LogprobAligner:
 
 
 def describe_prompt(
-    tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[SampledToken]
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    scores: Sequence[SampledToken],
+    prompt_text: str,
 ) -> tuple[TokenLogprobs, ...]:
     """An entry for each token of a prompt; the first has no log-probability, as nothing is before
-    it. Their texts, joined, are the prompt's, without the BOS that was put before it."""
+    it. Their texts, joined, are ``prompt_text``, so a BOS that was put before it has none."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     entries = []
     tokens = [SampledToken(token_ids[0]), *scores]
     for index, token in enumerate(tokens):
         token_bytes = tokenizer.token_bytes(token.token_id)
-        is_bos = index == 0 and token.token_id == tokenizer.bos_token_id
+        is_put_before = index == 0 and token.token_id == tokenizer.bos_token_id
+        is_put_before &= not prompt_text.encode().startswith(token_bytes)
         is_last = index == len(tokens) - 1
-        text = "" if is_bos else decoder.decode(token_bytes, final=is_last)
+        text = "" if is_put_before else decoder.decode(token_bytes, final=is_last)
         top = _alternatives(tokenizer, token)
         rank = _rank(top, token.token_id)
         chosen = Alternative(token.token_id, text, token.logprob, rank, token_bytes)

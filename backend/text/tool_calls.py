@@ -5,8 +5,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.backend.strict_json import MAX_DEPTH, sound_json
+
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,11 @@ class JsonCalls:
             self._is_in_object = not is_complete
         return [*events, CallArguments(passed)] if passed else events
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last call's arguments have begun and not ended."""
+        return self._arguments is not None
+
     def flush(self) -> list[Event]:
         """The text is at its end: what was held of an object that is no call yet."""
         held, self._buffer = self._buffer, ""
@@ -147,13 +153,15 @@ def _call_of(value: dict[str, Any]) -> tuple[str, str] | None:
 
 def _decoded(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return sound_json(text)
+    except ValueError:
         return None
 
 
 class GemmaCalls:
     """Gemma 4's form: ``call:name{key:<|"|>text<|"|>,other:[1,true]}``, known when complete."""
+
+    is_cut = False
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -212,7 +220,7 @@ class _GemmaReader:
         if match is None:
             raise ValueError("no value")
         self._at = match.end()
-        return json.loads(match.group())
+        return sound_json(match.group())
 
     def _object(self, depth: int) -> dict[str, Any]:
         items: dict[str, Any] = {}

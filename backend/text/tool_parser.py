@@ -54,6 +54,7 @@ class ToolParser:
         self._calls: JsonCalls | GemmaCalls | None = None
         self._is_between = True  # nothing but space since the start, or the last call
         self.num_calls = 0
+        self.is_cut = False  # a call ended before its arguments did
         if form is BARE:
             self._open()
 
@@ -124,6 +125,7 @@ class ToolParser:
         calls, self._calls = self._calls, None
         events = calls.flush()
         self.num_calls += calls.num_calls
+        self.is_cut |= calls.is_cut
         self._is_between = True
         return events
 

@@ -36,18 +36,17 @@ class ToolUse:
 
     def schema(self) -> dict[str, Any]:
         """What an answer that must call looks like: a list of names and arguments."""
-        definitions: dict[str, Any] = {}
-        calls = [
-            _call_schema(index, tool["function"], definitions)
+        called = [
+            (index, tool["function"])
             for index, tool in enumerate(self.tools)
             if tool["function"]["name"] in self.names
         ]
         return {
             "type": "array",
-            "items": {"anyOf": calls},
+            "items": {"anyOf": [_call_schema(*item) for item in called]},
             "minItems": 1,
             "maxItems": self.max_calls,
-            "$defs": definitions,
+            "$defs": dict(_definition(*item) for item in called),
         }
 
 
@@ -145,32 +144,47 @@ def _chosen_name(choice: Any) -> str:
     return name
 
 
-def _call_schema(
-    index: int, function: dict[str, Any], definitions: dict[str, Any]
-) -> dict[str, Any]:
-    """A call of one function. Its schema's own definitions move to the common ``definitions``."""
-    prefix = f"tool{index}."
-    parameters = function.get("parameters") or {"type": "object"}
-    for group in ("$defs", "definitions"):
-        for name, schema in parameters.get(group, {}).items():
-            definitions[prefix + name] = _moved(schema, prefix)
-    own = {key: item for key, item in parameters.items() if key not in ("$defs", "definitions")}
+def _call_schema(index: int, function: dict[str, Any]) -> dict[str, Any]:
+    """A call of one function, whose arguments are an object as its definition says."""
+    arguments = {"type": "object", "$ref": f"#/$defs/{_definition_name(index)}"}
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": _moved(own, prefix)},
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
 
 
-def _moved(schema: Any, prefix: str) -> Any:
+def _definition(index: int, function: dict[str, Any]) -> tuple[str, Any]:
+    name = _definition_name(index)
+    return name, _moved(function.get("parameters", {}), name)
+
+
+def _definition_name(index: int) -> str:
+    return f"tool{index}"
+
+
+# Keywords whose value is no schema, whatever it looks like, or an object of schemas by name.
+_LITERALS = ("const", "enum", "default", "examples")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+
+
+def _moved(schema: Any, name: str, is_named: bool = False) -> Any:
+    """A schema that becomes definition ``name``: its references to its own parts follow it."""
     if isinstance(schema, list):
-        return [_moved(item, prefix) for item in schema]
+        return [_moved(item, name) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(item, prefix) for key, item in schema.items()}
-    if isinstance(schema.get("$ref"), str):
-        moved["$ref"] = re.sub(r"^#/(\$defs|definitions)/", f"#/$defs/{prefix}", schema["$ref"])
+    if is_named:
+        return {key: _moved(item, name) for key, item in schema.items()}
+    moved = {
+        key: item if key in _LITERALS else _moved(item, name, key in _NAMED)
+        for key, item in schema.items()
+        if key not in ("$id", "$schema")
+    }
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = f"#/$defs/{name}{reference[1:]}"
     return moved
 
 

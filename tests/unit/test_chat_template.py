@@ -66,6 +66,16 @@ def test_tool_call_with_null_content_is_kept() -> None:
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": [1]}}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a":"\\ud800"}', '{"a":NaN}', '{"a":1e999}', '{"a":' * 600 + "1" + "}" * 600, "x"],
+)
+def test_arguments_that_are_no_sound_json_stay_text(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = parse_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_developer_is_system() -> None:
     assert parse_messages([{"role": "developer", "content": "x"}])[0]["role"] == "system"
 

@@ -200,10 +200,12 @@ def test_bad_sampling_json(text: str) -> None:
         ("frequency_penalty", -3),
         ("frequency_penalty", "1"),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-30),  # divides logits: they would overflow
         ("logit_bias", [1]),
         ("logit_bias", {"300": 5}),
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"x": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
         ("logit_bias", {"7": 1, "07": 1}),
         ("logit_bias", {str(i): 1 for i in range(1025)}),
         ("n", 33),

@@ -44,3 +44,18 @@ def test_where_the_json_is_wrong() -> None:
     with pytest.raises(ShoalError, match="line 2, column") as caught:
         decode_json(b'{"a": 1,\n x}', 32)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ('{"a": NaN}', "a"),
+        ('{"logit_bias": {"7": 1e999}}', "logit_bias.7"),
+        ('{"a": [1, -Infinity]}', "a"),
+        ("NaN", "the value"),
+    ],
+)
+def test_the_number_that_is_none_is_named_with_its_path(body: str, name: str) -> None:
+    with pytest.raises(ShoalError) as caught:
+        decode_json(body.encode(), 32)
+    assert caught.value.param == name

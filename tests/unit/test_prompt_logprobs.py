@@ -150,7 +150,16 @@ def test_entries_spell_the_prompt(text: str) -> None:
     token_ids = tokenizer.encode(text, add_bos=True)
     assert token_ids[0] == BOS
     scores = [SampledToken(token_id, -1.0) for token_id in token_ids[1:]]
-    entries = describe_prompt(tokenizer, token_ids, scores)
+    entries = describe_prompt(tokenizer, token_ids, scores, text)
     assert "".join(entry.sampled.text for entry in entries) == text
     assert entries[0].sampled.logprob is None
     assert [entry.sampled.token_id for entry in entries] == token_ids
+
+
+@given(st.lists(st.integers(0, 255) | st.just(BOS), min_size=1, max_size=12))
+def test_entries_spell_token_ids(token_ids: list[int]) -> None:
+    tokenizer = make_tokenizer(add_bos=True)
+    scores = [SampledToken(token_id, -1.0) for token_id in token_ids[1:]]
+    text = tokenizer.decode(token_ids)
+    entries = describe_prompt(tokenizer, token_ids, scores, text)
+    assert "".join(entry.sampled.text for entry in entries) == text

@@ -1,5 +1,6 @@
 """Tools: what may be called, how a model is told, and calls in what it writes."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -164,12 +165,22 @@ def test_what_is_no_call_is_said(text: str, cuts: list[int]) -> None:
         '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "time", "arguments": [1]}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {"a": NaN}, "name": "time"}</tool_call>',
+        '<tool_call>{"arguments": {"a": 1e999}, "name": "time"}</tool_call>',
+        '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "time"}</tool_call>',
+        f'<tool_call>{{"arguments": {"[" * 600}{"]" * 600}, "name": "time"}}</tool_call>',
         "<tool_call>{nonsense}</tool_call>",
     ],
 )
 def test_what_is_no_call_between_marks_is_said(text: str) -> None:
     body = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
     assert read(text) == (body, [])
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "1" * 5000, '"\\ud800"'])
+def test_gemma_writes_no_number_that_json_lacks(value: str) -> None:
+    text = f"call:time{{a:{value}}}"
+    assert read(f"<|tool_call>{text}<tool_call|>", GEMMA) == (text, [])
 
 
 def test_only_so_many_calls_as_allowed() -> None:
@@ -208,6 +219,70 @@ def test_a_stop_after_calls_says_so_and_a_cut_answer_does_not() -> None:
     )
     assert outputs_of(text[:-20], FinishReason.LENGTH)[2] is FinishReason.LENGTH
     assert outputs_of("Hm.", FinishReason.STOP) == ("Hm.", "", FinishReason.STOP)
+
+
+@pytest.mark.parametrize("num_bytes", range(1, 12))
+def test_a_call_that_stops_in_its_arguments_is_no_whole_call(num_bytes: int) -> None:
+    """Its client would parse half of the arguments."""
+    text = f"<tool_call>{call_json('time', {'zone': 'x'})}</tool_call>"
+    end = text.index("}</") - num_bytes
+    said, arguments, reason = outputs_of(text[:end], FinishReason.STOP)
+    assert (said, reason) == ("", FinishReason.STOP)
+    assert arguments == '{"zone": "x"}'[:-num_bytes]
+
+
+PARTS_OF_ITS_OWN = [
+    ({"properties": {"child": {"$ref": "#"}, "v": {"maximum": 9}}, "required": ["v"]}, {"v": 10}),
+    ({"properties": {"a": {"const": 1}, "b": {"$ref": "#/properties/a"}}}, {"a": 1, "b": 2}),
+    ({"$ref": "#/definitions/x", "definitions": {"x": {"required": ["k"]}}}, {}),
+    ({"$id": "http://a/b", "$ref": "#/$defs/x", "$defs": {"x": {"required": ["k"]}}}, {}),
+    (
+        {"properties": {"enum": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": 1}}},
+        {"enum": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("parameters", "breaks"), PARTS_OF_ITS_OWN)
+def test_references_of_a_tools_schema_stay_in_it(parameters: dict[str, Any], breaks: Any) -> None:
+    schema = schema_of_call(parameters)
+    validator = jsonschema.Draft202012Validator(schema)
+    right = {"child": {"v": 1}, "v": 1, "a": 1, "b": 1, "k": 1, "enum": 1}
+    assert validator.is_valid([{"name": "f", "arguments": right}])
+    assert not validator.is_valid([{"name": "f", "arguments": breaks}])
+    assert not validator.is_valid([{"name": "f", "arguments": "text"}])
+    json_grammar("tools", schema)
+
+
+def test_values_in_a_tools_schema_stay_as_they_are() -> None:
+    value = {"$ref": "#/$defs/x"}
+    schema = schema_of_call({"properties": {"a": {"const": value}}, "$defs": {"x": 1}})
+    calls = [{"name": "f", "arguments": {"a": value}}]
+    assert jsonschema.Draft202012Validator(schema).is_valid(calls)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        *({key: value} for key in ("$defs", "definitions") for value in (5, [], "x", None, True)),
+        {"type": "string"},
+        {"$ref": "#"},
+        {"$ref": 5},
+        {"properties": 5},
+        {"required": "x"},
+        {"anyOf": []},
+    ],
+)
+def test_any_parameters_are_enforced_or_refused(parameters: dict[str, Any]) -> None:
+    with contextlib.suppress(RequestError):  # anything else is a fault
+        json_grammar("tools", schema_of_call(parameters))
+
+
+def schema_of_call(parameters: dict[str, Any]) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    use = take_tools({"tools": [tool], "tool_choice": "required"})
+    assert use is not None
+    return use.schema()
 
 
 def test_an_answer_that_must_call_follows_a_schema() -> None:
