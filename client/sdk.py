@@ -1,58 +1,22 @@
-"""The Python SDK: a typed client over gRPC, asynchronous and synchronous."""
+"""The Python SDK: a typed client over gRPC or HTTP, asynchronous and synchronous."""
 
 import asyncio
+import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.client.errors import ShoalError, unavailable
-from shoal.client.triton_stream import GenerationStream, TritonStream
+from shoal.client.retries import RetryPolicy
+from shoal.client.tally import Tally
+from shoal.client.transports import AnswerStream, Prompt, make_transport
 from shoal.client.types import Completion, Delta, ModelInfo, Usage
 
 DEFAULT_URL = "127.0.0.1:8001"
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+DEFAULT_RETRIES = RetryPolicy()
 T = TypeVar("T")
-
-
-class _Tally:
-    """Sums up the deltas of one answer: its first choice, and the further ones of a request for
-    several."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.own_usage = Usage()
-        self.finish_reason: str | None = None
-        self.others: dict[int, _Tally] = {}  # by index
-
-    def add(self, delta: Delta) -> None:
-        if delta.index:
-            self.others.setdefault(delta.index, _Tally()).add(
-                replace(delta, index=0, num_input_tokens=0, num_cached_tokens=0)
-            )
-            return
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.own_usage = Usage(
-            max(self.own_usage.prompt_tokens, delta.num_input_tokens),
-            self.own_usage.completion_tokens + delta.num_output_tokens,
-            max(self.own_usage.cached_tokens, delta.num_cached_tokens),
-        )
-        self.finish_reason = delta.finish_reason or self.finish_reason
-
-    @property
-    def usage(self) -> Usage:
-        """Of all choices."""
-        return sum((other.own_usage for other in self.others.values()), self.own_usage)
-
-    def completion(self) -> Completion:
-        others = tuple(self.others[index].completion() for index in sorted(self.others))
-        text = "".join(self.texts)
-        return Completion(
-            text, self.finish_reason or "", self.own_usage, tuple(self.token_ids), others
-        )
 
 
 class AsyncDeltaStream:
@@ -61,11 +25,12 @@ class AsyncDeltaStream:
     ``usage`` and ``finish_reason`` (None until the end) tell how far it is.
     """
 
-    def __init__(self, start: Callable[[], Coroutine[Any, Any, GenerationStream]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[tuple[AnswerStream, Delta]]]) -> None:
+        """``start`` sends the request and waits for its first delta."""
         self._start = start
-        self._stream: GenerationStream | None = None
+        self._stream: AnswerStream | None = None
         self._closed = False
-        self._tally = _Tally()
+        self._tally = Tally()
 
     async def __aenter__(self) -> "AsyncDeltaStream":
         return self
@@ -79,9 +44,13 @@ class AsyncDeltaStream:
     async def __anext__(self) -> Delta:
         if self._closed:
             raise StopAsyncIteration
-        if self._stream is None:
-            self._stream = await self._start()
-        delta = await self._stream.__anext__()
+        if self._stream is not None:
+            delta = await self._stream.__anext__()
+        else:
+            self._stream, delta = await self._start()
+            if self._closed:  # by another task, meanwhile
+                await self._stream.aclose()
+                raise StopAsyncIteration
         self._tally.add(delta)
         return delta
 
@@ -105,15 +74,29 @@ class AsyncDeltaStream:
 
 
 class AsyncClient:
-    """Asks a Shoal server over gRPC. Belongs to the event loop in which it was made.
+    """Asks a Shoal server. Belongs to the event loop in which it was made.
 
-    A ``prompt`` is text, token ids or chat messages. ``sampling`` are the backend's names:
-    max_tokens, temperature, top_p, top_k, min_p, seed, stop, stop_token_ids, min_tokens,
-    ignore_eos, kv_policy, kv_budget, n. Every failure is a ShoalError.
+    ``url`` is ``host:port`` of Triton's gRPC, or the ``http://`` or ``https://`` URL of the OpenAI
+    endpoint, which may want an ``api_key`` (default: SHOAL_API_KEY). A ``prompt`` is text, token
+    ids or chat messages. ``sampling`` are the backend's names: max_tokens, temperature, top_p,
+    top_k, min_p, seed, stop, stop_token_ids, min_tokens, ignore_eos, response_format, tools, n and
+    so on. Every failure is a ShoalError; ``retries`` says which are tried again, as long as no part
+    of the answer has come out. Cancelling the task that waits cancels the request.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, model: str | None = None) -> None:
-        self._triton = TritonStream(url)
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        ca_file: Path | None = None,
+        retries: RetryPolicy = DEFAULT_RETRIES,
+    ) -> None:
+        if api_key is None and url.startswith("http"):
+            api_key = os.environ.get("SHOAL_API_KEY") or None
+        self._transport = make_transport(url, api_key, ca_file)
+        self._retries = retries
         self._model = model
 
     async def __aenter__(self) -> "AsyncClient":
@@ -124,7 +107,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; what still runs is cancelled."""
-        await self._triton.close()
+        await self._transport.close()
 
     async def generate(
         self,
@@ -136,11 +119,19 @@ class AsyncClient:
         **sampling: Any,
     ) -> Completion:
         """Run one request to its end."""
-        tally = _Tally()
-        async with await self._start(prompt, model, version, False, timeout_s, sampling) as stream:
-            async for delta in stream:
-                tally.add(delta)
-        return tally.completion()
+
+        async def attempt(left_s: float | None) -> Completion:
+            tally = Tally()
+            answer = await self._start(prompt, model, version, False, left_s, sampling)
+            try:
+                while True:
+                    tally.add(await answer.__anext__())
+            except StopAsyncIteration:
+                return tally.completion()
+            finally:
+                await answer.aclose()
+
+        return await self._retries.run(attempt, timeout_s)
 
     def stream(
         self,
@@ -152,19 +143,25 @@ class AsyncClient:
         **sampling: Any,
     ) -> AsyncDeltaStream:
         """One request, started by the first step of iteration over the result."""
-        return AsyncDeltaStream(
-            lambda: self._start(prompt, model, version, True, timeout_s, sampling)
-        )
+
+        async def attempt(left_s: float | None) -> tuple[AnswerStream, Delta]:
+            answer = await self._start(prompt, model, version, True, left_s, sampling)
+            try:
+                return answer, await answer.__anext__()
+            except BaseException:
+                await answer.aclose()
+                raise
+
+        return AsyncDeltaStream(lambda: self._retries.run(attempt, timeout_s))
 
     async def models(self) -> list[ModelInfo]:
-        """All models and versions of the server's repository, loaded or not."""
-        return await self._triton.models()
+        """The models and versions of the server: over gRPC those that are not loaded, too."""
+        return await self._transport.models()
 
     async def ready(self, model: str | None = None) -> bool:
         """Whether the model's engine answers and says it is ready."""
         try:
-            name = model or await self._default_model()
-            return (await self._triton.status(name)).state == "ready"
+            return await self._transport.is_ready(model or await self._default_model())
         except ShoalError:
             return False
 
@@ -176,22 +173,14 @@ class AsyncClient:
         stream: bool,
         timeout_s: float | None,
         sampling: dict[str, Any],
-    ) -> GenerationStream:
+    ) -> AnswerStream:
         name = model or await self._default_model()
-        return self._triton.generate(
-            name,
-            version,
-            **_prompt_argument(prompt),
-            sampling=sampling,
-            stream=stream,
-            return_token_ids=True,
-            timeout_s=timeout_s,
-        )
+        return self._transport.generate(name, version, prompt, sampling, stream, timeout_s)
 
     async def _default_model(self) -> str:
         """The model given at construction, or the only one that is loaded."""
         if self._model is None:
-            names = sorted({info.name for info in await self._triton.models() if info.ready})
+            names = sorted({info.name for info in await self._transport.models() if info.ready})
             if not names:
                 raise unavailable("No model is loaded.")
             if len(names) > 1:
@@ -250,9 +239,24 @@ class DeltaStream:
 class Client:
     """AsyncClient for code without an event loop; any number of threads may use one object."""
 
-    def __init__(self, url: str = DEFAULT_URL, *, model: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        ca_file: Path | None = None,
+        retries: RetryPolicy = DEFAULT_RETRIES,
+    ) -> None:
+        async def make() -> AsyncClient:
+            return AsyncClient(url, model=model, api_key=api_key, ca_file=ca_file, retries=retries)
+
         self._loop = _LoopThread()
-        self._client = self._loop.run(_make_client(url, model))
+        try:
+            self._client = self._loop.run(make())
+        except BaseException:
+            self._loop.stop()
+            raise
 
     def __enter__(self) -> "Client":
         return self
@@ -298,7 +302,7 @@ class Client:
         return DeltaStream(stream, self._loop)
 
     def models(self) -> list[ModelInfo]:
-        """All models and versions of the server's repository, loaded or not."""
+        """The models and versions of the server: over gRPC those that are not loaded, too."""
         return self._loop.run(self._client.models())
 
     def ready(self, model: str | None = None) -> bool:
@@ -334,18 +338,3 @@ class _LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _make_client(url: str, model: str | None) -> AsyncClient:
-    return AsyncClient(url, model=model)
-
-
-def _prompt_argument(prompt: Prompt) -> dict[str, Any]:
-    """The keyword of TritonStream.generate that a prompt of this kind goes to."""
-    if isinstance(prompt, str):
-        return {"text_input": prompt}
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise ShoalError("prompt must be text, token ids or messages, and not empty.", 400)
-    if isinstance(prompt[0], Mapping):
-        return {"messages": prompt}
-    return {"input_ids": prompt}

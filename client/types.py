@@ -49,11 +49,21 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model makes; ``arguments`` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished answer. ``finish_reason`` is "stop" or "length".
+    """A finished answer. ``finish_reason`` is "stop", "length" or "tool_calls".
 
     Of a request for several choices this is the first one; ``others`` has the further ones, and
-    only the first's ``usage`` counts the prompt.
+    only the first's ``usage`` counts the prompt. Over HTTP it also counts the others' answers,
+    and there are no ``token_ids``.
     """
 
     text: str
@@ -61,6 +71,8 @@ class Completion:
     usage: Usage
     token_ids: tuple[int, ...] = ()
     others: tuple["Completion", ...] = ()
+    reasoning: str = ""  # what the model thought, before its answer
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,11 @@ def revoke_key(path: Path | None, name: str) -> None:
 
 def keys_as_text(path: Path | None) -> str:
     """A table of the keys; of the keys themselves only the beginning of the hash."""
-    rows = [("NAME", "TENANT", "TIER", "REQUESTS/MIN", "TOKENS/MIN", "AT ONCE", "SHA-256")]
+    rows = [["NAME", "TENANT", "TIER", "REQUESTS/MIN", "TOKENS/MIN", "AT ONCE", "SHA-256"]]
     for key in read_keys(_named(path)).keys:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
-        told = ("-" if limit is None else str(limit) for limit in limits)
-        rows.append((key.name, key.owner, key.slo_class or "-", *told, key.sha256[:12]))
+        told = ["-" if limit is None else str(limit) for limit in limits]
+        rows.append([key.name, key.owner, key.slo_class or "-", *told, key.sha256[:12]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
