@@ -21,10 +21,10 @@ from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
 from shoal.backend.model_runner import Model, ModelRunner
 from shoal.backend.models.any_config import ServedConfig
-from shoal.backend.models.decoder import Decoder
-from shoal.backend.models.native_decoder import NativeDecoder, missing_ops
+from shoal.backend.models.native import make_native
+from shoal.backend.models.transformers_model import TransformersModel
 from shoal.backend.pressure_guard import PressureGuard
-from shoal.backend.runners import ServedModel, ServedWeights, load_with_runner
+from shoal.backend.runners import FoundWeights, ServedModel, find_weights, load_with_runner
 from shoal.backend.self_test import test_at_start
 from shoal.backend.step_log import StepLog
 from shoal.backend.text.tokenizer import Tokenizer
@@ -57,9 +57,10 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     step_log = StepLog(Path(config.step_log)) if config.step_log else None
     device = choose_device(config.device)
     native = choose_kernels(config.kernels, device, progress)
+    found = find_weights(config)
+    native = _able(native, found, config)
     dtype = choose_dtype(config.dtype, native)
-    loaded = load_with_runner(config, dtype, device, progress)
-    native = _able(native, loaded, config.kernels)
+    loaded = load_with_runner(config, found, dtype, device, progress)
     model = _on_kernels(loaded.model, native, progress)
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
@@ -115,7 +116,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, native: NativeLibrary | None) -> torch.dtype:
-    """``auto``: bfloat16 where native kernels compute in it, else float32.
+    """``auto``: bfloat16 where the native kernels run the model and compute in it, else float32.
 
     The native kernels give a text that depends on nothing else in either; without them float32 is
     what keeps it the most stable.
@@ -164,29 +165,31 @@ def choose_kernels(name: str, device: torch.device, progress: Progress) -> Nativ
 
 
 def _able(
-    native: NativeLibrary | None, loaded: ServedWeights, setting: str
+    native: NativeLibrary | None, found: FoundWeights, config: EngineConfig
 ) -> NativeLibrary | None:
-    """The native kernels if they can run this model."""
-    family = loaded.config.family
-    missing = missing_ops(loaded.config, loaded.model) if native else None
+    """The native kernels if they can run this model. Asked before the weights are loaded, as their
+    dtype depends on it."""
+    missing = found.missing_ops(config.quantization) if native else None
     if missing is None:
         return native
-    if setting == "native":
-        raise ConfigError(f"kernels: native cannot run {family}: no {missing}. Set auto.")
+    if config.kernels == "native":
+        raise ConfigError(
+            f"kernels: native cannot run {found.path.name}: no {missing}. Set kernels to auto."
+        )
     logger.warning(
-        "The torch reference computes instead of the native kernels, which lack what this model "
-        "(%s) needs: %s. It is slower, and a text can depend on what else runs.",
-        family,
+        "The torch reference computes instead of the native kernels, which cannot run %s: no %s. "
+        "It is slower, and a text can depend on what else runs.",
+        found.path.name,
         missing,
     )
     return None
 
 
 def _on_kernels(model: ServedModel, native: NativeLibrary | None, progress: Progress) -> Model:
-    if native is None or not isinstance(model, Decoder):
+    if native is None or isinstance(model, TransformersModel):
         return model
     progress("packing weights", 0, 0)
-    return NativeDecoder(model, native)
+    return make_native(model, native)
 
 
 def _make_kv_cache(

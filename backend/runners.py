@@ -9,10 +9,12 @@ import torch
 
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.models.any_config import ServedConfig
-from shoal.backend.models.build import AnyModel
+from shoal.backend.models.build import AnyModel, weight_shapes
+from shoal.backend.models.native import missing_ops
 from shoal.backend.models.transformers_model import TransformersModel, load_through_transformers
+from shoal.backend.quantization.plan import plan_formats
 from shoal.backend.weights.catalogue import resolve_weights
-from shoal.backend.weights.loader import load_model
+from shoal.backend.weights.loader import Checkpoint, load_opened, open_checkpoint
 from shoal.backend.weights.safetensors import read_config
 
 logger = logging.getLogger(__name__)
@@ -29,21 +31,50 @@ class ServedWeights:
     runner: str
 
 
+@dataclass(frozen=True, slots=True)
+class FoundWeights:
+    """A checkpoint, of which no weight is loaded yet."""
+
+    path: Path
+    source: Checkpoint | None  # None: transformers runs it
+    refusal: str | None = None  # why no family written here does
+
+    def missing_ops(self, quantization: str) -> str | None:
+        """What the native kernels lack to run it; None if they can."""
+        if self.source is None:
+            return "models that run through transformers"
+        config = self.source.config
+        shapes = weight_shapes(config)
+        formats, packed = plan_formats(shapes, quantization), self.source.packed_names()
+        return missing_ops(
+            config,
+            any(".experts." in name and (name in formats or name in packed) for name in shapes),
+        )
+
+
+def find_weights(config: EngineConfig) -> FoundWeights:
+    """The checkpoint of these settings, for the runner that they ask for. Raises ConfigError."""
+    path = resolve_weights(config.weights)
+    refusal = _why_not_custom(path) if config.runner == "auto" else None
+    if config.runner == "transformers" or refusal is not None:
+        return FoundWeights(path, None, refusal)
+    return FoundWeights(path, open_checkpoint(path))
+
+
 def load_with_runner(
     config: EngineConfig,
+    found: FoundWeights,
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, int, int], None],
 ) -> ServedWeights:
-    """Load the weights with the runner that ``config`` asks for.
+    """Load the weights with the runner that was chosen.
 
     Raises ConfigError where it cannot run them, with the reason; with ``auto`` with both reasons.
     """
-    path = resolve_weights(config.weights)
-    refusal = _why_not_custom(path) if config.runner == "auto" else None
-    if config.runner == "transformers" or refusal is not None:
-        return _through_transformers(config, path, dtype, device, progress, refusal)
-    loaded = load_model(path, dtype, device, progress, config.quantization)
+    if found.source is None:
+        return _through_transformers(config, found.path, dtype, device, progress, found.refusal)
+    loaded = load_opened(found.source, dtype, device, progress, config.quantization)
     return ServedWeights(loaded.model, loaded.config, "custom")
 
 

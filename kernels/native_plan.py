@@ -36,6 +36,10 @@ class OpKind(IntEnum):
     GATHER = 11
     EXPERT_LINEAR = 12
     COMBINE = 13
+    ROUND = 14
+    GELU_MUL = 15
+    SELECT = 16
+    SOFTCAP = 17
     PREPARE = 20
 
 
@@ -57,6 +61,8 @@ class _Op(ctypes.Structure):
         ("format", ctypes.c_int32),
         ("group", ctypes.c_int64),
         ("columns", ctypes.c_void_p),
+        ("factor", ctypes.c_float),
+        ("reserved", ctypes.c_int32),
     ]
 
 
@@ -91,6 +97,7 @@ _STEP_POINTERS = (
     "input_ids",
     "positions",
     "query_lens",
+    "sample_lens",
     "logits_indices",
     "groups",
     "layer_groups",
@@ -122,6 +129,7 @@ class ExpertProducts:
     num_chosen: int  # for each token
     normalize: bool  # the weights of the chosen ones sum to 1
     epilogue: Epilogue
+    factors: torch.Tensor | None = None  # [num_experts], of what each gives
 
 
 class ExpertBuffers(NamedTuple):
@@ -177,11 +185,45 @@ class PlanBuilder:
             OpKind.RMS_NORM, in_=states, out=out, weight=self._keep(weight.float()), scalar=eps
         )
 
-    def add_norm(self, states: int, weight: torch.Tensor, eps: float, out: int) -> None:
-        """Add the RMS norm of float32 ``states``, which it replaces, to ``out``."""
+    def add_norm(
+        self,
+        states: int,
+        weight: torch.Tensor,
+        eps: float,
+        out: int,
+        factor: float = 1.0,
+        is_sum: bool = True,
+    ) -> None:
+        """``out`` becomes (out + the RMS norm of ``states``) * factor; without ``is_sum`` that norm
+        * factor. All are float32; ``states`` is overwritten. Where it is wider than ``weight``, its
+        parts of that width are normalised each."""
         self._add(
-            OpKind.ADD_NORM, in_=states, out=out, weight=self._keep(weight.float()), scalar=eps
+            OpKind.ADD_NORM,
+            in_=states,
+            out=out,
+            weight=self._keep(weight.float()),
+            scalar=eps,
+            n=self._buffers[states].width // len(weight),
+            factor=factor,
+            packed=not is_sum,
         )
+
+    def round(self, states: int, out: int) -> None:
+        """Float32 states in the model's dtype."""
+        self._add(OpKind.ROUND, in_=states, out=out)
+
+    def gelu_mul(self, gate: int, up: int, first_column: int, out: int) -> None:
+        """gelu(gate) * up, of which columns from ``first_column`` on count; both are float32."""
+        self._add(OpKind.GELU_MUL, in_=gate, in2=up, k=first_column, out=out)
+
+    def select(self, states: int) -> int:
+        """The rows that are sampled, in a new buffer. Operations after the first selection see only
+        such rows."""
+        shape = self._buffers[states]
+        self._buffers.append(_Buffer(shape.width, shape.element_size, 0))
+        out = len(self._buffers) - 1
+        self._add(OpKind.SELECT, in_=states, out=out)
+        return out
 
     def select_norm(self, states: int, weight: torch.Tensor, eps: float, out: int) -> None:
         """RMS norm of the rows that are sampled, and only those."""
@@ -198,6 +240,10 @@ class PlanBuilder:
         """The last product, of the selected rows, into the step's logits."""
         self._linear(OpKind.LOGITS, packed, in_=states)
 
+    def softcap(self, cap: float, num_columns: int) -> None:
+        """The step's logits become cap * tanh(logit / cap)."""
+        self._add(OpKind.SOFTCAP, scalar=cap, n=num_columns)
+
     def experts(
         self,
         states: int,
@@ -205,13 +251,23 @@ class PlanBuilder:
         products: ExpertProducts,
         buffers: ExpertBuffers,
         out: int,
+        is_sum: bool = True,
     ) -> None:
-        """Add to ``out`` what the experts chosen by the router's logits give for ``states``."""
+        """Add to ``out`` what the experts chosen by the router's logits give for ``states``;
+        without ``is_sum`` replace it."""
         gate_up, down = products.gate_up, products.down
         sizes = {"n": products.num_experts, "k": products.num_chosen}
         layer = {"heads": self._num_sparse_layers}
         self._num_sparse_layers += 1
-        self._add(OpKind.ROUTE, in_=router, packed=products.normalize, **sizes, **layer)
+        factors = products.factors
+        self._add(
+            OpKind.ROUTE,
+            in_=router,
+            packed=products.normalize,
+            weight=None if factors is None else self._keep(factors.float()),
+            **sizes,
+            **layer,
+        )
         self._add(OpKind.SORT_ROWS, **sizes, **layer)
         self._add(OpKind.GATHER, in_=states, out=buffers.rows, k=gate_up.in_features, **layer)
         self._add(
@@ -237,6 +293,7 @@ class PlanBuilder:
             out=out,
             n=down.out_features,
             k=products.num_chosen,
+            packed=not is_sum,
             **layer,
         )
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from shoal.backend.models.any_config import AnyConfig
-from shoal.backend.models.decoder import Decoder
-from shoal.backend.models.native_decoder import NativeDecoder, missing_ops
+from shoal.backend.models.native import make_native, missing_ops
 from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import LoadedModel, load_model
 from shoal.kernels.native_library import NativeLibrary, load_native
@@ -110,8 +109,7 @@ def measure_batch(theirs: Any, ours: LoadedModel, dtype: torch.dtype) -> float:
 def measure_native(folder: Path, dtype: torch.dtype, library: NativeLibrary) -> Closeness:
     """Both ways over the same texts: a prefill of most, then token by token."""
     reference, other = load_model(folder, dtype), load_model(folder, dtype)
-    assert isinstance(other.model, Decoder)
-    native = NativeDecoder(other.model, library)
+    native = make_native(other.model, library)
     vocab_size = reference.config.vocab_size
     texts = [random_prompt(length, vocab_size) for length in range(40, 48)]
     expected = torch.cat([_all_logits(reference.model, reference.config, dtype, t) for t in texts])

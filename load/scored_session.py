@@ -12,8 +12,7 @@ from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.model_runner import Model, ModelRunner
 from shoal.backend.models.any_config import AnyConfig
-from shoal.backend.models.decoder import Decoder
-from shoal.backend.models.native_decoder import NativeDecoder
+from shoal.backend.models.native import make_native
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.weights.catalogue import resolve_weights
 from shoal.backend.weights.loader import load_model
@@ -77,9 +76,9 @@ def load(weights: str, dtype: str) -> LoadedSessions:
     chosen = choose_dtype(dtype, native)
     loaded = load_model(path, chosen)
     model: Model = loaded.model
-    if native is not None and isinstance(loaded.model, Decoder):
-        model = NativeDecoder(loaded.model, native)
-    kernels = "native" if isinstance(model, NativeDecoder) else "reference"
+    if native is not None:
+        model = make_native(loaded.model, native)
+    kernels = "reference" if native is None else "native"
     return LoadedSessions(model, loaded.config, chosen, Tokenizer.from_checkpoint(path), kernels)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
-from shoal.backend.models.experts import Experts, ListedExperts, Router, make_experts
+from shoal.backend.models.experts import Experts, Router, make_experts
 from shoal.backend.models.layers import Attention, GatedMLP, RMSNorm, Weights
 from shoal.backend.models.model_config import ExpertsConfig, LayerConfig, ModelConfig, RotaryKind
 from shoal.backend.models.rope import rotary_inv_freq
@@ -78,13 +78,6 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         return self._embed_tokens.device
-
-    @property
-    def has_packed_experts(self) -> bool:
-        """Whether a layer's experts are quantised."""
-        return any(
-            isinstance(layer.mlp, ListedExperts) and layer.mlp.are_packed for layer in self._layers
-        )
 
     @staticmethod
     def weight_shapes(config: ModelConfig) -> Shapes:

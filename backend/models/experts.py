@@ -7,7 +7,7 @@ import torch
 
 from shoal.backend.models.layers import GATED_ACTIVATIONS, GatedMLP, Linear
 from shoal.kernels.expert_mlp import expert_mlp
-from shoal.kernels.quantized_weights import QuantizedWeight, Weight
+from shoal.kernels.quantized_weights import Weight
 
 GROUPED_ROW_BYTES = 16  # rows of a grouped product must be a multiple of this long
 
@@ -58,10 +58,6 @@ class ListedExperts:
 
     router: Router
     experts: tuple[GatedMLP, ...]
-
-    @property
-    def are_packed(self) -> bool:
-        return any(isinstance(weight, QuantizedWeight) for weight in next(self.weights()))
 
     @property
     def activation(self) -> str:

@@ -1,7 +1,8 @@
 """Gemma 4, dense or with experts, with or without per-layer embeddings: the text pass."""
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -159,7 +160,7 @@ class PerLayerEmbedding:
     def __call__(self, input_ids: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_layers, size]."""
         by_layer = (len(input_ids), -1, self.size)
-        identity = _embed(input_ids, self.embed_tokens, self.size**0.5).view(by_layer)
+        identity = _embed(input_ids, self.embed_tokens, self.size).view(by_layer)
         context = self.projection(embeds).mul(embeds.shape[-1] ** -0.5).view(by_layer)
         return (self.norm(context) + identity).mul(2.0**-0.5)
 
@@ -187,6 +188,15 @@ class Rows:
         )
 
 
+class Gemma4Ends(NamedTuple):
+    """What is there once, before and after the layers."""
+
+    embed_tokens: Weight  # [vocab_size, hidden_size]
+    lm_head: Weight  # [vocab_size, hidden_size]; the same object where weights are tied
+    norm: Norm
+    per_layer: PerLayerEmbedding | None
+
+
 class Gemma4ForCausalLM:
     """The model with its weights, for inference. ``forward`` mutates nothing but the cache."""
 
@@ -202,7 +212,7 @@ class Gemma4ForCausalLM:
         tied = config.tie_word_embeddings
         self._lm_head = self._embed_tokens if tied else weights.take_weight("lm_head.weight")
         self._inv_freqs = {
-            (layer.rope, layer.head_dim): _inv_freq(layer.rope, layer.head_dim).to(self.device)
+            (layer.rope, layer.head_dim): rope_inv_freq(layer.rope, layer.head_dim).to(self.device)
             for layer in config.layers
         }
 
@@ -213,6 +223,19 @@ class Gemma4ForCausalLM:
     @property
     def device(self) -> torch.device:
         return self._embed_tokens.device
+
+    def take_ends(self) -> Gemma4Ends:
+        """Give away all but the layers, for another form of this model, so that no weight is held
+        twice. ``forward`` cannot run afterwards."""
+        ends = Gemma4Ends(self._embed_tokens, self._lm_head, self._norm, self._per_layer)
+        del self._embed_tokens, self._lm_head, self._norm, self._per_layer
+        return ends
+
+    def take_layers(self) -> Iterator[Layer]:
+        """Give away the layers in order, each forgotten as the next one is asked for."""
+        self._layers.reverse()
+        while self._layers:
+            yield self._layers.pop()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor:
@@ -225,7 +248,7 @@ class Gemma4ForCausalLM:
         hidden, is_cut = rows.hidden, False
         for idx, layer in enumerate(self._layers):
             if idx == self.config.first_shared_layer:
-                num_kept = _num_sampled(batch)
+                num_kept = sample_lens(batch)
                 if not any(num_kept):
                     return torch.empty(0, self.config.vocab_size, device=self.device)
                 rows = rows.only(hidden, batch.logits_indices, num_kept)
@@ -249,7 +272,7 @@ class Gemma4ForCausalLM:
         input_ids, soft = batch.input_ids, batch.soft_tokens
         if soft is not None:
             input_ids = input_ids.index_fill(0, soft.rows, self.config.pad_token_id)
-        hidden = _embed(input_ids, self._embed_tokens, self.config.hidden_size**0.5)
+        hidden = _embed(input_ids, self._embed_tokens, self.config.hidden_size)
         if soft is not None:
             hidden = hidden.index_copy(0, soft.rows, soft.embeddings.to(hidden.dtype))
         spans = soft.spans if soft and self.config.images_attend_both_ways else None
@@ -282,12 +305,16 @@ class Gemma4ForCausalLM:
         return logits.float()
 
 
-def _embed(input_ids: torch.Tensor, weight: Weight, scale: float) -> torch.Tensor:
-    # The scale is rounded to the model's dtype first.
-    return embedding(input_ids, weight) * torch.tensor(scale, dtype=weight.dtype)
+def embedding_scale(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """What embeddings of this width are multiplied by, rounded to the model's dtype."""
+    return torch.tensor(width**0.5, dtype=dtype)
 
 
-def _inv_freq(rope: Gemma4Rope, head_dim: int) -> torch.Tensor:
+def _embed(input_ids: torch.Tensor, weight: Weight, width: int) -> torch.Tensor:
+    return embedding(input_ids, weight) * embedding_scale(width, weight.dtype)
+
+
+def rope_inv_freq(rope: Gemma4Rope, head_dim: int) -> torch.Tensor:
     """Float32 [head_dim / 2], 0 where a pair does not turn; arithmetic order of transformers."""
     num_rotated = int(rope.rotated * head_dim // 2)
     exponents = torch.arange(0, 2 * num_rotated, 2, dtype=torch.float32) / head_dim
@@ -295,7 +322,7 @@ def _inv_freq(rope: Gemma4Rope, head_dim: int) -> torch.Tensor:
     return torch.cat((1.0 / (rope.theta**exponents), still)) / rope.factor
 
 
-def _num_sampled(batch: ForwardBatch) -> list[int]:
+def sample_lens(batch: ForwardBatch) -> list[int]:
     """How many tokens of each sequence are sampled from: the last ones."""
     rows = batch.logits_indices.tolist()
     counts, start, end = [], 0, 0

@@ -98,6 +98,11 @@ class Gemma4Config:
         return min(shared, default=self.num_layers)
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether the last layers keep no keys and values of their own."""
+        return self.first_shared_layer < self.num_layers
+
+    @property
     def kv_layout(self) -> KVLayout:
         """The keys and values that the model's layers keep."""
         return KVLayout.of(

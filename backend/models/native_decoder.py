@@ -4,30 +4,24 @@ import torch
 
 from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.kv_cache import PagedKVCache
-from shoal.backend.models.any_config import ServedConfig
 from shoal.backend.models.decoder import Decoder, DecoderLayer, make_rotaries
 from shoal.backend.models.experts import Experts
 from shoal.backend.models.layers import GatedMLP, Linear, RMSNorm
 from shoal.backend.models.model_config import ExpertsConfig, ModelConfig, RotaryKind
+from shoal.backend.models.native_parts import (
+    GATED_EPILOGUES,
+    HeadBuffers,
+    check_ids,
+    expert_buffers,
+    pack,
+    pack_ends,
+    pack_side_by_side,
+)
 from shoal.backend.models.native_step import StepBuilder
 from shoal.kernels.native_heads import AttentionHeads, HeadNorms
-from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear
+from shoal.kernels.native_library import Epilogue, NativeLibrary
 from shoal.kernels.native_plan import ExpertBuffers, ExpertProducts, NativePlan, PlanBuilder
-from shoal.kernels.quantized_weights import QuantizedWeight, Weight, dense, join
-
-_GATED_EPILOGUES = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
-
-
-def missing_ops(config: ServedConfig, model: object = None) -> str | None:
-    """What a model needs and the native kernels lack; None if they can run it.
-
-    ``model`` is the loaded one, where how its weights are packed counts too.
-    """
-    if not isinstance(config, ModelConfig):
-        return f"the layers of {config.family}"
-    if isinstance(model, Decoder) and model.has_packed_experts:
-        return "products with packed experts"
-    return None
+from shoal.kernels.quantized_weights import dense
 
 
 class NativeDecoder:
@@ -48,26 +42,17 @@ class NativeDecoder:
 
         Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``.
         """
-        _check_ids(batch.input_ids, self.config)
+        check_ids(batch.input_ids, self.config.vocab_size)
         logits = torch.empty(len(batch.logits_indices), self.config.vocab_size)
         self._plan.run(self._step.arguments(batch, kv, logits))
         return logits
-
-
-def _check_ids(input_ids: torch.Tensor, config: ModelConfig) -> None:
-    """As torch's embedding does; the kernels would read beyond the weight."""
-    low, high = input_ids.aminmax()
-    if int(low) < 0 or int(high) >= config.vocab_size:
-        raise IndexError(f"token ids must be in [0, {config.vocab_size - 1}]")
 
 
 def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     config = model.config
     plan = PlanBuilder(library, model.dtype)
     ends = model.take_ends()
-    packed_head = library.pack_linear(ends.lm_head)
-    tied = ends.embed_tokens is ends.lm_head
-    embedding = packed_head if tied else _pack_embedding(library, ends.embed_tokens)
+    embedding, packed_head = pack_ends(library, ends.embed_tokens, ends.lm_head)
     norm, scale = ends.norm, ends.embedding_scale
     del ends
     hidden = plan.buffer(config.hidden_size, torch.float32)
@@ -79,11 +64,6 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     plan.select_norm(hidden, norm.weight, norm.eps, out=layers.normed)
     plan.logits(layers.normed, packed_head)
     return plan.build()
-
-
-def _pack_embedding(library: NativeLibrary, weight: Weight) -> torch.Tensor | PackedLinear:
-    """Dense rows stay as they are; those of a quantised weight are read from its panels."""
-    return library.pack_linear(weight) if isinstance(weight, QuantizedWeight) else weight
 
 
 class _LayerPlanner:
@@ -103,7 +83,7 @@ class _LayerPlanner:
             plan.rotary_angles(rotary.inv_freq, self._angles[kind], rotary.factor)
         self._expert_buffers: ExpertBuffers | None = None
         self._router_logits = -1
-        self._head_buffers: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._head_buffers = HeadBuffers(plan)
 
     def add(self, idx: int, layer: DecoderLayer) -> None:
         """The operations of the layer with this index."""
@@ -123,7 +103,7 @@ class _LayerPlanner:
         gate_up = self._library.pack_gated(
             mlp.gate.weight, mlp.up.weight, mlp.gate.bias, mlp.up.bias
         )
-        self._plan.linear(self.normed, gate_up, self._gated, _GATED_EPILOGUES[mlp.activation])
+        self._plan.linear(self.normed, gate_up, self._gated, GATED_EPILOGUES[mlp.activation])
         self._add_product(self._gated, mlp.down, layer.mlp_output_norm)
 
     def _attention(self, idx: int, layer: DecoderLayer) -> int:
@@ -144,8 +124,11 @@ class _LayerPlanner:
                 attention.q_norm.weight.float(),
                 attention.k_norm.weight.float(),
             )
-        qkv, query, attended = self._buffers_of(heads)
-        self._plan.linear(self.normed, _pack_qkv(self._library, layer), out=qkv)
+        packed = pack_side_by_side(
+            self._library, [attention.q_proj, attention.k_proj, attention.v_proj]
+        )
+        qkv, query, attended = self._head_buffers.of(heads, packed.out_features)
+        self._plan.linear(self.normed, packed, out=qkv)
         angles = self._angles.get(config.rotary_kind)
         self._plan.rotate_and_write(qkv, angles, idx, heads, out=query, norms=norms)
         self._plan.attention(query, idx, heads, out=attended)
@@ -156,14 +139,14 @@ class _LayerPlanner:
         config = self._config.experts
         assert config is not None
         if self._expert_buffers is None:
-            num_chosen, hidden_size = config.num_experts_per_token, self._config.hidden_size
             self._router_logits = self._plan.buffer(config.num_experts, torch.float32)
-            self._expert_buffers = ExpertBuffers(
-                self._plan.buffer(num_chosen * hidden_size),
-                self._plan.buffer(num_chosen * config.intermediate_size),
-                self._plan.buffer(num_chosen * hidden_size, torch.float32),
+            self._expert_buffers = expert_buffers(
+                self._plan,
+                self._config.hidden_size,
+                config.intermediate_size,
+                config.num_experts_per_token,
             )
-        router = _pack(self._library, experts.router.proj)
+        router = pack(self._library, experts.router.proj)
         self._plan.linear(self.normed, router, out=self._router_logits)
         products = _pack_experts(self._library, experts, config)
         self._plan.experts(
@@ -172,28 +155,12 @@ class _LayerPlanner:
 
     def _add_product(self, states: int, linear: Linear, norm: RMSNorm | None) -> None:
         """Add a product, normalised if there is a norm, to the hidden states."""
-        packed = _pack(self._library, linear)
+        packed = pack(self._library, linear)
         if norm is None:
             self._plan.linear(states, packed, self._hidden, Epilogue.ADD)
         else:
             self._plan.linear(states, packed, self._output)
             self._plan.add_norm(self._output, norm.weight, norm.eps, out=self._hidden)
-
-    def _buffers_of(self, heads: AttentionHeads) -> tuple[int, int, int]:
-        """For queries, keys and values; for queries; and for what attention gives."""
-        widths = (heads.query_width, heads.key_width)
-        if widths not in self._head_buffers:
-            qkv_width = heads.query_width + 2 * heads.key_width
-            self._head_buffers[widths] = (
-                self._plan.buffer(qkv_width, torch.float32),
-                self._plan.buffer(heads.query_width),
-                self._plan.buffer(heads.query_width),
-            )
-        return self._head_buffers[widths]
-
-
-def _pack(library: NativeLibrary, linear: Linear) -> PackedLinear:
-    return library.pack_linear(linear.weight, linear.bias)
 
 
 def _pack_experts(
@@ -210,13 +177,5 @@ def _pack_experts(
         config.num_experts,
         config.num_experts_per_token,
         config.normalize,
-        _GATED_EPILOGUES[experts.activation],
+        GATED_EPILOGUES[experts.activation],
     )
-
-
-def _pack_qkv(library: NativeLibrary, layer: DecoderLayer) -> PackedLinear:
-    """Queries, keys and values as one product."""
-    parts = (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
-    biases = [part.bias for part in parts if part.bias is not None]
-    weight = join([part.weight for part in parts])
-    return library.pack_linear(weight, torch.cat(biases) if biases else None)

@@ -18,13 +18,22 @@ class StepBuilder:
         self._caches = _CachePointers(dtype)
 
     def arguments(
-        self, batch: ForwardBatch, kv: PagedKVCache, logits: torch.Tensor
+        self,
+        batch: ForwardBatch,
+        kv: PagedKVCache,
+        logits: torch.Tensor,
+        sample_lens: list[int] | None = None,
     ) -> StepArguments:
-        """Valid as long as batch, cache and logits are, and until the next call."""
+        """Valid as long as batch, cache and logits are, and until the next call.
+
+        ``sample_lens`` [num_seqs], how many of its last rows each sequence samples from, is for
+        plans that go on with those alone.
+        """
         caches = self._caches
         caches.update(kv)
         context_lens = [group.context_lens for group in batch.groups]
-        self._lens = torch.tensor([batch.query_lens, *context_lens], dtype=torch.int64)
+        sample_lens = sample_lens or [0] * len(batch.query_lens)
+        self._lens = torch.tensor([batch.query_lens, sample_lens, *context_lens])
         self._groups = (StepGroup * len(batch.groups))(
             *(
                 StepGroup(
@@ -33,7 +42,7 @@ class StepBuilder:
                     pointer(group.slot_mapping, torch.int64),
                     pointer(lens),
                 )
-                for group, lens in zip(batch.groups, self._lens[1:], strict=True)
+                for group, lens in zip(batch.groups, self._lens[2:], strict=True)
             )
         )
         return StepArguments(
@@ -46,6 +55,7 @@ class StepBuilder:
             input_ids=pointer(batch.input_ids, torch.int64),
             positions=pointer(batch.positions, torch.int64),
             query_lens=pointer(self._lens[0]),
+            sample_lens=pointer(self._lens[1]),
             logits_indices=pointer(batch.logits_indices, torch.int64),
             groups=ctypes.addressof(self._groups),
             layer_groups=caches.address("layer_groups"),

@@ -16,6 +16,7 @@ from shoal.backend.weights.safetensors import SafetensorsCheckpoint
 from shoal.backend.weights.tensor_source import TensorSource
 from shoal.kernels.quantized_weights import Weight
 
+Checkpoint = GgufCheckpoint | SafetensorsCheckpoint
 # Called with a phase, and bytes done and in all.
 Progress = Callable[[str, int, int], None]
 
@@ -39,7 +40,17 @@ def load_model(
 
     Raises ConfigError, naming the file and the tensor, when the checkpoint does not fit its config.
     """
-    source = open_checkpoint(path)
+    return load_opened(open_checkpoint(path), dtype, device, progress, quantization)
+
+
+def load_opened(
+    source: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    quantization: str = "none",
+) -> LoadedModel:
+    """``load_model`` of a checkpoint that is open already."""
     config = source.config
     shapes = weight_shapes(config)
     check_tensors(source, shapes, config)
@@ -48,7 +59,7 @@ def load_model(
     return LoadedModel(build_model(config, tensors), config)
 
 
-def open_checkpoint(path: Path) -> GgufCheckpoint | SafetensorsCheckpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Open by what is there: a GGUF file, a folder with config.json, or one with one GGUF file."""
     if path.is_dir():
         if (path / "config.json").is_file():

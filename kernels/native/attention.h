@@ -165,12 +165,6 @@ class AttentionScratch {
   }
 };
 
-inline Vec cap(Vec score, float softcap) {
-  // tanh(x) = 1 - 2 / (exp(2x) + 1)
-  const Vec twice = exponential(score / splat(0.5f * softcap));
-  return splat(softcap) * (splat(1.0f) - splat(2.0f) / (twice + splat(1.0f)));
-}
-
 // Scores to weights for one row; rescales what the row has gathered when its maximum rises.
 // Of the `kSpan` scores those from `first` to `end` (1 or more) count.
 inline void weigh(float* scores, int64_t first, int64_t end, const AttentionShape& shape,

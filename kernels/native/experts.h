@@ -9,9 +9,10 @@
 namespace shoal {
 
 // The `num_chosen` largest of `logits`, ties to the lower index, and their softmax over all experts;
-// normalised: over the chosen ones.
+// normalised: over the chosen ones. Each is then times its expert's factor, where there are any.
 inline void choose_experts(const float* logits, int64_t num_experts, int64_t num_chosen,
-                           bool normalize, int32_t* chosen, float* weights) {
+                           bool normalize, const float* factors, int32_t* chosen,
+                           float* weights) {
   float total = 0.0f, best = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < num_experts; i++) best = std::max(best, logits[i]);
   for (int64_t i = 0; i < num_experts; i++) total += std::exp(logits[i] - best);
@@ -28,6 +29,8 @@ inline void choose_experts(const float* logits, int64_t num_experts, int64_t num
   }
   if (normalize)
     for (int64_t rank = 0; rank < num_chosen; rank++) weights[rank] /= kept;
+  if (factors)
+    for (int64_t rank = 0; rank < num_chosen; rank++) weights[rank] *= factors[chosen[rank]];
 }
 
 // The rows of one step, in the order of their experts.

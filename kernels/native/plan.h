@@ -18,12 +18,18 @@ enum class OpKind : int32_t {
   kLogits = 5,          // in (T, sampled rows) -> the step's logits
   kRotateAndWrite = 6,  // in (float), in2: angles or -1 -> out (T) and the cache of `layer`
   kAttention = 7,       // in (T) and the cache of `layer` -> out (T)
-  kAddNorm = 8,         // RMS norm of in (float), in place, is added to out (float); weight as above
-  kRoute = 9,           // in: router logits (float) -> the step's expert rows; n: experts, k: chosen
+  kAddNorm = 8,         // RMS norm of in (float), in place, is added to out (float), then times
+                        // factor; weight as above, but of one of the n norms side by side in a row
+  kRoute = 9,           // in: router logits (float) -> the step's expert rows; n: experts, k: chosen;
+                        // weight: float [experts] that scales what each gives, or null
   kSortRows = 10,       // expert rows by expert
   kGather = 11,         // in (T, a row a token) -> out (T, a row an expert row)
   kExpertLinear = 12,   // as kLinear, each expert's rows with its own weight
   kCombine = 13,        // in (float, expert rows), weighted, is added to out (float)
+  kRound = 14,          // in (float) -> out (T)
+  kGeluMul = 15,        // gelu(in) * in2 from its column k on (both float) -> out (T)
+  kSelect = 16,         // in -> out: the sampled rows. Operations after the first see only those
+  kSoftcap = 17,        // of the step's logits, [samples, n]; scalar: the cap
   kPrepare = 20,        // in (T) -> out (bytes): rows as a product of `format` reads them
 };
 
@@ -36,11 +42,14 @@ struct PlanOp {
   int64_t n, k;
   float scalar;    // RMS norm: epsilon; angles, embedding: factor
   int32_t packed;  // embedding: the weight is packed; prepare: the sampled rows alone are there;
-                   // route: the weights of the chosen experts sum to 1
+                   // route: the weights of the chosen experts sum to 1; add norm, combine: out
+                   // is set, not added to
   int32_t heads;   // number of the PlanHeads, for the rotation and attention; of the sparse layer
   int32_t format;  // of the weight: enum Format
   int64_t group;   // int4: columns that share a scale
   const int64_t* columns;
+  float factor;
+  int32_t reserved;
 };
 
 // The heads of one kind of layer, and what happens to them.
@@ -85,6 +94,7 @@ struct Step {
   const int64_t* input_ids;       // [num_tokens]
   const int64_t* positions;       // [num_tokens]
   const int64_t* query_lens;      // [num_seqs]
+  const int64_t* sample_lens;     // [num_seqs]: sampled rows, its last ones; for plans that select
   const int64_t* logits_indices;  // [num_samples]
   const StepGroup* groups;
   const int64_t* layer_groups;    // [num_layers]
@@ -111,6 +121,8 @@ class Plan : public PlanBase {
         heads_(heads, heads + num_heads), buffers_(num_buffers) {
     for (const PlanOp& op : ops_)
       if (OpKind(op.kind) == OpKind::kRoute) experts_.emplace_back();
+    while (first_select_ < num_ops && OpKind(ops[first_select_].kind) != OpKind::kSelect)
+      first_select_++;
   }
 
   void run(const Step& step) override {
@@ -119,8 +131,9 @@ class Plan : public PlanBase {
       scratch_.push_back(std::make_unique<AttentionScratch<T>>());
       for (const PlanHeads& heads : heads_) scratch_.back()->reserve(heads.shape());
     }
-    for (const PlanOp& op : ops_)
-      if (OpKind(op.kind) == OpKind::kRoute) experts_[op.heads].resize(step.num_tokens, op.k);
+    for (size_t i = 0; i < ops_.size(); i++)
+      if (OpKind(ops_[i].kind) == OpKind::kRoute)
+        experts_[ops_[i].heads].resize(rows_of(i, step), ops_[i].k);
     lay_out_attention(step);
     const BlockMass mass{step.block_mass};
     Team team(2 * ops_.size());
@@ -141,7 +154,11 @@ class Plan : public PlanBase {
     num_rows_ = num_rows;
   }
 
-  // Who does what in attention: the same for all layers of equal shape and group.
+  int64_t rows_of(int64_t number, const Step& step) const {
+    return number >= first_select_ ? step.num_samples : step.num_tokens;
+  }
+
+  // Who does what in attention: the same for all layers of equal shape, group and rows.
   void lay_out_attention(const Step& step) {
     works_.clear();
     work_of_.assign(ops_.size(), 0);
@@ -150,16 +167,19 @@ class Plan : public PlanBase {
       if (OpKind(ops_[i].kind) != OpKind::kAttention) continue;
       const AttentionShape shape = heads_[ops_[i].heads].shape();
       const int64_t group = step.layer_groups[ops_[i].layer];
+      const bool samples_only = int64_t(i) >= first_select_;
       size_t& at = work_of_[i];
       while (at < works_.size() &&
-             !(works_[at].group == group && works_[at].shape.same_tasks(shape)))
+             !(works_[at].group == group && works_[at].samples_only == samples_only &&
+               works_[at].shape.same_tasks(shape)))
         at++;
       if (at < works_.size()) continue;
       const Batch batch{step.num_seqs, step.groups[group].max_blocks, step.block_size,
-                        step.groups[group].block_tables, step.query_lens,
+                        step.groups[group].block_tables,
+                        samples_only ? step.sample_lens : step.query_lens,
                         step.groups[group].context_lens};
-      const bool masses = step.block_mass && group == 0;
-      works_.push_back({group, shape, batch,
+      const bool masses = step.block_mass && group == 0 && !samples_only;
+      works_.push_back({group, masses, samples_only, shape, batch,
                         attention_work(batch, shape, step.num_threads, !masses)});
       num_partials = std::max(num_partials, works_.back().work.num_partials);
     }
@@ -185,12 +205,13 @@ class Plan : public PlanBase {
               AttentionScratch<T>& scratch, const BlockMass& mass) {
     const PlanOp& op = ops_[number];
     const int64_t turn = 2 * number;  // attention takes two
+    const int64_t num_rows = rows_of(number, step);
     const auto each_row = [&](int64_t count, auto body) {
       team.share(turn, count, std::max<int64_t>(1, count / (num_threads * 8)), body);
     };
     switch (OpKind(op.kind)) {
       case OpKind::kEmbed:
-        each_row(step.num_tokens, [&](int64_t i) {
+        each_row(num_rows, [&](int64_t i) {
           embed<T>(op.weight, op.packed, Format(op.format), op.group, step.input_ids[i],
                    shapes_[op.out].width, row<float>(op.out, i));
           if (op.scalar != 1.0f) {
@@ -200,7 +221,7 @@ class Plan : public PlanBase {
         });
         break;
       case OpKind::kRotaryAngles:
-        each_row(step.num_tokens, [&](int64_t i) {
+        each_row(num_rows, [&](int64_t i) {
           rotary_angles(step.positions[i], static_cast<const float*>(op.weight), op.k, op.scalar,
                         row<float>(op.out, i));
         });
@@ -208,7 +229,7 @@ class Plan : public PlanBase {
       case OpKind::kRmsNorm:
       case OpKind::kSelectNorm: {
         const bool select = OpKind(op.kind) == OpKind::kSelectNorm;
-        each_row(select ? step.num_samples : step.num_tokens, [&](int64_t i) {
+        each_row(select ? step.num_samples : num_rows, [&](int64_t i) {
           rms_norm(row<float>(op.in, select ? step.logits_indices[i] : i),
                    static_cast<const float*>(op.weight), op.scalar, shapes_[op.in].width,
                    row<T>(op.out, i));
@@ -216,17 +237,20 @@ class Plan : public PlanBase {
         break;
       }
       case OpKind::kAddNorm:
-        each_row(step.num_tokens, [&](int64_t i) {
+        each_row(num_rows, [&](int64_t i) {
           float* in = row<float>(op.in, i);
           float* out = row<float>(op.out, i);
-          const int64_t width = shapes_[op.in].width;
-          rms_norm(in, static_cast<const float*>(op.weight), op.scalar, width, in);
-          for (int64_t j = 0; j < width; j++) out[j] += in[j];
+          const int64_t width = shapes_[op.in].width, part = width / op.n;
+          for (int64_t j = 0; j < width; j += part)
+            rms_norm(in + j, static_cast<const float*>(op.weight), op.scalar, part, in + j);
+          for (int64_t j = 0; j < width; j++)
+            out[j] = (op.packed ? in[j] : out[j] + in[j]) * op.factor;
         });
         break;
       case OpKind::kRoute:
-        each_row(step.num_tokens, [&](int64_t i) {
+        each_row(num_rows, [&](int64_t i) {
           choose_experts(row<float>(op.in, i), op.n, op.k, op.packed,
+                         static_cast<const float*>(op.weight),
                          &experts_[op.heads].chosen[i * op.k],
                          &experts_[op.heads].weights[i * op.k]);
         });
@@ -247,9 +271,10 @@ class Plan : public PlanBase {
                          is_gated(Epilogue(op.epilogue)) ? op.layer : op.n);
         break;
       case OpKind::kCombine:
-        each_row(step.num_tokens, [&](int64_t i) {
+        each_row(num_rows, [&](int64_t i) {
           const ExpertRows& rows = experts_[op.heads];
           float* out = row<float>(op.out, i);
+          if (op.packed) std::fill_n(out, op.n, 0.0f);
           for (int64_t rank = 0; rank < op.k; rank++) {
             const float weight = rows.weights[i * op.k + rank];
             const float* in = row<float>(op.in, 0) + rows.row_of[i * op.k + rank] * op.n;
@@ -257,9 +282,39 @@ class Plan : public PlanBase {
           }
         });
         break;
+      case OpKind::kRound:
+        each_row(num_rows, [&](int64_t i) {
+          const float* in = row<float>(op.in, i);
+          T* out = row<T>(op.out, i);
+          for (int64_t j = 0; j < shapes_[op.in].width; j++) assign(out[j], in[j]);
+        });
+        break;
+      case OpKind::kGeluMul:
+        each_row(num_rows, [&](int64_t i) {
+          gelu_mul(row<float>(op.in, i), row<float>(op.in2, i) + op.k, shapes_[op.in].width,
+                   row<T>(op.out, i));
+        });
+        break;
+      case OpKind::kSelect:
+        each_row(num_rows, [&](int64_t i) {
+          const int64_t size = shapes_[op.in].element_size, bytes = shapes_[op.in].width * size;
+          std::memcpy(row<char>(op.out, i * size),
+                      row<char>(op.in, step.logits_indices[i] * size), bytes);
+        });
+        break;
+      case OpKind::kSoftcap: {
+        constexpr int64_t kColumns = 64 * kLanes;  // of a task
+        const int64_t num_parts = (op.n + kColumns - 1) / kColumns;
+        each_row(step.num_samples * num_parts, [&](int64_t i) {
+          const int64_t first = i % num_parts * kColumns;
+          softcap(step.logits + i / num_parts * op.n + first, std::min(kColumns, op.n - first),
+                  op.scalar);
+        });
+        break;
+      }
       case OpKind::kLinear:
         linear<T>(team, turn, num_threads, product(op), Epilogue(op.epilogue),
-                  row<char>(op.in, 0), step.num_tokens, row<char>(op.out, 0),
+                  row<char>(op.in, 0), num_rows, row<char>(op.out, 0),
                   shapes_[op.out].width);
         break;
       case OpKind::kLogits:
@@ -267,7 +322,7 @@ class Plan : public PlanBase {
                   step.num_samples, step.logits, op.n);
         break;
       case OpKind::kPrepare:
-        each_row(op.packed ? step.num_samples : step.num_tokens, [&](int64_t i) {
+        each_row(op.packed ? step.num_samples : num_rows, [&](int64_t i) {
           prepare_row<T>(Format(op.format), row<T>(op.in, i), op.columns, op.k, op.group,
                          row<char>(op.out, i));
         });
@@ -277,7 +332,7 @@ class Plan : public PlanBase {
         const HeadPreparation preparation = heads.preparation();
         const LayerCache cache = cache_of(step, op.layer);
         const int64_t* slots = step.groups[step.layer_groups[op.layer]].slot_mapping;
-        each_row(step.num_tokens, [&](int64_t i) {
+        each_row(num_rows, [&](int64_t i) {
           rotate_and_write(row<float>(op.in, i), op.in2 < 0 ? nullptr : row<float>(op.in2, i),
                            heads.shape().heads, preparation, slots[i], row<T>(op.out, i), cache);
         });
@@ -289,7 +344,7 @@ class Plan : public PlanBase {
         const LayerCache cache = cache_of(step, op.layer);
         attention<T>(team, turn, layout.work, layout.batch, shape, cache, row<T>(op.in, 0),
                      row<T>(op.out, 0), partials_.data(), scratch,
-                     layout.group == 0 ? mass : BlockMass{});
+                     layout.masses ? mass : BlockMass{});
         break;
       }
     }
@@ -297,6 +352,7 @@ class Plan : public PlanBase {
 
   struct Layout {
     int64_t group;
+    bool masses, samples_only;
     AttentionShape shape;
     Batch batch;
     AttentionWork work;
@@ -312,6 +368,7 @@ class Plan : public PlanBase {
   std::vector<float> partials_;
   // By sparse layer: a thread that lags behind reads its layer's sizes when others are further on.
   std::vector<ExpertRows> experts_;
+  int64_t first_select_ = 0;  // the number of operations if there is none
   int64_t num_rows_ = 0;
 };
 

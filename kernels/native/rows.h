@@ -40,6 +40,35 @@ void rms_norm(const float* in, const float* weight, float eps, int64_t width, T*
     for (i = 0; i < width; i++) assign(out[i], in[i] * scale);
 }
 
+// `combine` of two rows, a vector at a time: all elements go the same way, the last ones too.
+template <class Combine, class T>
+void each_vector(const float* a, const float* b, int64_t width, T* out, Combine combine) {
+  float values[kLanes], left[kLanes] = {}, right[kLanes] = {};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, width - i);
+    std::memcpy(left, a + i, count * sizeof(float));
+    std::memcpy(right, b + i, count * sizeof(float));
+    store(values, combine(load(left), load(right)));
+    for (int64_t j = 0; j < count; j++) assign(out[i + j], values[j]);
+  }
+}
+
+// gelu(gate) * up
+template <class T>
+void gelu_mul(const float* gate, const float* up, int64_t width, T* out) {
+  each_vector(gate, up, width, out, [](Vec x, Vec y) { return gelu_tanh(x) * y; });
+}
+
+// softcap * tanh(score / softcap), with tanh(x) = 1 - 2 / (exp(2x) + 1)
+inline Vec cap(Vec score, float softcap) {
+  const Vec twice = exponential(score / splat(0.5f * softcap));
+  return splat(softcap) * (splat(1.0f) - splat(2.0f) / (twice + splat(1.0f)));
+}
+
+inline void softcap(float* row, int64_t width, float softcap) {
+  each_vector(row, row, width, row, [&](Vec x, Vec) { return cap(x, softcap); });
+}
+
 // out: cosines [half], then sines, times `factor`. Each value depends on the position alone.
 inline void rotary_angles(int64_t position, const float* inv_freq, int64_t half, float factor,
                           float* out) {

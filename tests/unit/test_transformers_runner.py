@@ -18,7 +18,7 @@ from tiny_runs import generate
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.models.decoder import Decoder
 from shoal.backend.models.transformers_model import TransformersModel, load_through_transformers
-from shoal.backend.runners import ServedWeights, load_with_runner
+from shoal.backend.runners import ServedWeights, find_weights, load_with_runner
 from shoal.scheduler.eviction import make_eviction_policy
 from shoal.scheduler.sequence import Sequence
 
@@ -63,7 +63,8 @@ def make_checkpoint(folder: Path, name: str, **overrides: Any) -> Path:
 
 def load(folder: Path, runner: str = "auto", **settings: Any) -> ServedWeights:
     config = EngineConfig(str(folder), runner=runner, **settings)
-    return load_with_runner(config, torch.float32, torch.device("cpu"), lambda *_: None)
+    found = find_weights(config)
+    return load_with_runner(config, found, torch.float32, torch.device("cpu"), lambda *_: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
