@@ -70,7 +70,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     computed_by = f"{native.instructions if native else 'reference'} {loaded.runner} {dtype}"
     tiers = build_kv_tiers(config, loaded.config, kv_cache, probe, computed_by)
     mover = tiers.mover if tiers else None
-    memory = make_memory_watch(device, config.memory_ceiling_mib)
+    host_kv_bytes = tiers.host_kv_bytes if tiers else 0
+    memory = make_memory_watch(device, config.memory_ceiling_mib, host_kv_bytes)
     guard = PressureGuard(memory, config.max_num_batched_tokens)
     compiler = GrammarCompiler(
         lambda: Tokenizer.from_checkpoint(resolve_weights(config.weights)),

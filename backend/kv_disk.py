@@ -90,6 +90,14 @@ class KVDisk:
                 _unlink(Path(entry.path))  # what a write that was cut short left behind
         return [bytes.fromhex(name[:64]) for _, name in sorted(found)]
 
+    def keep_newest(self, most: int) -> list[bytes]:
+        """As ``digests``, and no more than ``most`` blocks: the ones written first go."""
+        digests = self.digests()
+        num_over = max(0, len(digests) - most)
+        for digest in digests[:num_over]:
+            self.remove(digest)
+        return digests[num_over:]
+
     @property
     def takes_more(self) -> bool:
         """Whether a store would be taken now."""

@@ -34,6 +34,7 @@ class KVTiers:
 
     host: HostTier
     mover: KVMover
+    host_kv_bytes: int  # taken as blocks are first written
 
 
 def build_kv_tiers(
@@ -66,8 +67,8 @@ def build_kv_tiers(
         disk = _open_disk(Path(config.kv_disk_dir), fingerprint, host_kv.block_bytes(0))
     index = None
     if disk is not None:
-        file_bytes = disk.file_bytes(config.block_size)
-        index = DiskIndex(max(1, config.kv_disk_mib * MIB // file_bytes), disk.digests())
+        max_blocks = max(1, config.kv_disk_mib * MIB // disk.file_bytes(config.block_size))
+        index = DiskIndex(max_blocks, disk.keep_newest(max_blocks))
     tier = HostTier(num_blocks, config.block_size, costs, tier_keeps_prefixes(cache), index)
     logger.info(
         "host memory for %d KV blocks; a block is copied out in %.3f ms and in in %.3f ms, "
@@ -77,7 +78,10 @@ def build_kv_tiers(
         1000 * sum(costs.restore_s),
         1000 * costs.prefill_s,
     )
-    return KVTiers(tier, KVMover(host_kv, disk))
+    host_kv_bytes = sum(
+        count * host_kv.block_bytes(group) for group, count in enumerate(num_blocks)
+    )
+    return KVTiers(tier, KVMover(host_kv, disk), host_kv_bytes)
 
 
 def _host_bytes(config: EngineConfig, cache: PagedKVCache) -> int:

@@ -38,15 +38,20 @@ class HostMemoryWatch:
     """The process's resident memory under a ceiling, and what the machine has left.
 
     Without a ceiling of its own the process may take all that was available when it had loaded.
+    ``host_kv_bytes`` are taken as its blocks are first written and never given back: a ceiling
+    without room for them would leave a worker at critical pressure for good.
     """
 
-    def __init__(self, ceiling_bytes: int | None = None) -> None:
+    def __init__(self, ceiling_bytes: int | None = None, host_kv_bytes: int = 0) -> None:
         self._process = psutil.Process()
         used = self._process.memory_info().rss
-        if ceiling_bytes is not None and ceiling_bytes <= used:
+        needed = used + host_kv_bytes
+        if ceiling_bytes is not None and ceiling_bytes <= needed:
+            beside = f", and host_kv_mib {host_kv_bytes // MIB} more" if host_kv_bytes else ""
+            least = (needed + needed // 8) // MIB + 64
             raise ConfigError(
                 f"memory_ceiling_mib {ceiling_bytes // MIB}: the loaded worker takes "
-                f"{used // MIB} MiB: set it to at least {(used + used // 8) // MIB + 64}."
+                f"{used // MIB} MiB{beside}: set it to at least {least}."
             )
         self._ceiling = ceiling_bytes or used + available_memory(CPU)
         self._trim = _malloc_trim()
@@ -79,12 +84,14 @@ class CudaMemoryWatch:
         torch.cuda.empty_cache()
 
 
-def make_memory_watch(device: torch.device, ceiling_mib: int | None) -> MemoryWatch:
-    """Raises ConfigError for a ceiling below what is used already."""
+def make_memory_watch(
+    device: torch.device, ceiling_mib: int | None, host_kv_bytes: int = 0
+) -> MemoryWatch:
+    """Raises ConfigError for a ceiling below what is used already, or will be."""
     ceiling_bytes = None if ceiling_mib is None else ceiling_mib * MIB
     if device.type == "cuda":
         return CudaMemoryWatch(device, ceiling_bytes)
-    return HostMemoryWatch(ceiling_bytes)
+    return HostMemoryWatch(ceiling_bytes, host_kv_bytes)
 
 
 def _malloc_trim() -> "ctypes._NamedFuncPointer | None":

@@ -185,6 +185,17 @@ def test_waiting_writes_are_bounded(folder):
     disk.close()
 
 
+def test_a_smaller_limit_takes_what_is_over_it_off_the_disk(folder, disk):
+    stored(disk, 1, 2, 3)
+    disk.close()
+    smaller = KVDisk(folder, MODEL, SIZE)
+    for seed in (1, 2, 3):
+        os.utime(smaller.path(digest(seed)), ns=(seed, seed))
+    assert smaller.keep_newest(2) == [digest(2), digest(3)]
+    smaller.close()
+    assert [smaller.path(digest(seed)).exists() for seed in (1, 2, 3)] == [False, True, True]
+
+
 def test_a_folder_serves_one_worker_at_a_time(folder, disk):
     with pytest.raises(DiskInUse):
         KVDisk(folder, MODEL, SIZE)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from builders import make_scheduler, make_sequence, run_step
@@ -159,6 +160,14 @@ def test_the_host_watch_sees_this_process_grow():
 def test_a_ceiling_below_the_loaded_worker_says_what_to_set():
     with pytest.raises(ConfigError, match="memory_ceiling_mib 64: .* set it to at least"):
         HostMemoryWatch(64 * MIB)
+
+
+def test_a_ceiling_without_room_for_the_host_tier_is_refused():
+    roomy = psutil.Process().memory_info().rss + 256 * MIB
+    HostMemoryWatch(roomy)
+    HostMemoryWatch(roomy, host_kv_bytes=64 * MIB)
+    with pytest.raises(ConfigError, match="host_kv_mib 512 more: set it to at least"):
+        HostMemoryWatch(roomy, host_kv_bytes=512 * MIB)
 
 
 def test_sequences_take_turns_when_fewer_tokens_than_sequences_may_run():
