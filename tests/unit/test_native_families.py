@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from gemma4_forms import SMALL, VARIANTS, fill
 from native_checks import alone_at_once, check_closeness, check_invariance, in_chunks, random_ids
 
 from shoal.backend.engine_builder import build_engine
@@ -38,6 +40,19 @@ def test_close_and_invariant(
     ids = random_ids(45, model.config.vocab_size)
     check_closeness(tmp_path, ids, in_chunks(model, ids, 40, 1, 1, 3), dtype)
     check_invariance(model, range(4, 45, 8))
+
+
+@pytest.mark.parametrize("form", ["wide_heads", "untied"])
+def test_other_forms_of_gemma4(tmp_path: Path, native: NativeLibrary, form: str) -> None:
+    """Heads of 512; biases, an output projection of its own, logits without a cap."""
+    theirs = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SMALL | VARIANTS[form]))
+    fill(theirs)
+    theirs.save_pretrained(tmp_path)
+    model = make_native(load_model(tmp_path, torch.float32).model, native)
+    ids = random_ids(45, model.config.vocab_size)
+    logits = in_chunks(model, ids, 40, 1, 1, 3)
+    assert torch.equal(logits, alone_at_once(model, ids))
+    check_closeness(tmp_path, ids, logits, torch.float32)
 
 
 def test_packed_experts_stay_packed(tmp_path: Path) -> None:
