@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+TYPESCRIPT := client/typescript
 
 .PHONY: serve test unit lint typecheck wheel-check setup clean
 
@@ -34,11 +35,19 @@ typecheck: $(VENV)/.installed-dev
 wheel-check: $(VENV)/.installed-dev
 	PYTHONSAFEPATH=1 $(BIN)/python .ci/check_wheel.py
 
-setup: $(VENV)/.installed-dev
+setup: $(VENV)/.installed-dev $(TYPESCRIPT)/node_modules/.installed
 	$(BIN)/shoal pull
 
+# The TypeScript SDK's test tools, where there is npm; without, its tests are skipped and say so.
+$(TYPESCRIPT)/node_modules/.installed: $(TYPESCRIPT)/package-lock.json
+	@if command -v npm > /dev/null; then \
+	  echo "Installing the test tools of the TypeScript SDK ..."; \
+	  (cd $(TYPESCRIPT) && npm ci --silent --ignore-scripts) && touch $@ || \
+	    echo "npm ci failed in $(TYPESCRIPT): the TypeScript SDK's tests will be skipped."; \
+	else echo "There is no npm: the TypeScript SDK's tests will be skipped."; fi
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(VENV) build dist *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \

@@ -11,6 +11,7 @@ import openai
 import pytest
 from served import MODEL, Served
 from triton_calls import generate
+from typescript_sdk import needs_node, run_vitest
 
 from shoal.client.sdk import AsyncClient, Client
 
@@ -171,3 +172,8 @@ def curl(url: str, body: dict) -> list[str]:
     command = ["curl", "-sN", url, "-H", "content-type: application/json", "-d", json.dumps(body)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return [line for line in result.stdout.splitlines() if line]
+
+
+@needs_node
+def test_typescript_sdk(served: Served) -> None:
+    run_vitest("tests/server.test.ts", SHOAL_TEST_URL=served.openai_url, SHOAL_TEST_MODEL=MODEL)
