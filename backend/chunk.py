@@ -54,6 +54,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens of ``text``
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all the prompt's tokens, once
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    embedding: tuple[float, ...] = ()  # of the prompt, once, of length 1
     reasoning: str = ""  # what the model thinks, before its answer
     cumulative_logprob: float | None = None  # of the whole output so far
     num_input_tokens: int = 0  # of the whole request; 0 until it is tokenised
@@ -101,6 +102,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         prompt_logprobs=tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs),
+        embedding=next((chunk.embedding for chunk in chunks if chunk.embedding), ()),
         tool_calls=tuple(call for chunk in chunks for call in chunk.tool_calls),
         reasoning="".join(chunk.reasoning for chunk in chunks),
         cumulative_logprob=last.cumulative_logprob,

@@ -51,6 +51,7 @@ OUTPUTS: dict[str, tuple[str, list[int]]] = {
     "token_ids": ("TYPE_INT64", [-1]),
     "tool_calls": (_STRING, [-1]),
     "reasoning_output": (_STRING, [-1]),
+    "embedding": ("TYPE_FP32", [-1]),
     "index": ("TYPE_UINT32", [-1]),
     "error": (_STRING, [-1]),
     "control_output": (_STRING, [-1]),
@@ -193,6 +194,8 @@ def _output_tensors(chunks: Sequence[Chunk], returns: Returns) -> list[Any]:
     if any(chunk.tool_calls for chunk in chunks):
         calls = (_tool_calls_json(chunk.tool_calls) for chunk in chunks)
         tensors.append(_string_tensor("tool_calls", *calls))
+    if first.embedding:
+        tensors.append(_tensor("embedding", list(first.embedding), np.float32))
     if any(chunk.reasoning for chunk in chunks):
         tensors.append(_string_tensor("reasoning_output", *(chunk.reasoning for chunk in chunks)))
     if first.prompt_logprobs:  # which the sampling parameters asked for

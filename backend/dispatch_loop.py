@@ -261,6 +261,7 @@ class DispatchLoop:
             ),
             index if request.sampling.n > 1 else None,
             sampling.logprobs is not None,
+            sampling.dimensions,
         )
         live.choices.append(choice)
         self._choices[seq_id] = choice

@@ -11,7 +11,7 @@ from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.step_log import StepLog
 from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
 from shoal.scheduler.scheduler import Scheduler
-from shoal.scheduler.sequence import FinishReason, Sequence
+from shoal.scheduler.sequence import FinishReason, PooledStates, Sequence
 
 DISK_WAIT_S = 0.005  # while nothing else can run
 
@@ -29,6 +29,8 @@ class RunResult:
     block_mass: dict[int, list[int]] = field(default_factory=dict)
     # Prompt tokens by position, of the sequences that want theirs scored.
     scored: dict[int, dict[int, SampledToken]] = field(default_factory=dict)
+    # What was pooled so far, of the sequences that want an embedding.
+    pooled: dict[int, PooledStates] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -131,6 +133,7 @@ class Engine:
             result.deferred,
             result.block_mass,
             result.scored,
+            result.pooled,
         )
         self._live.difference_update(item.seq_id for item in results if item.finish_reason)
         if self._step_log:

@@ -28,6 +28,14 @@ class SoftTokens:
     spans: list[list[range]]
 
 
+@dataclass(slots=True)
+class HiddenStates:
+    """Where a forward pass leaves the final, normalised hidden states of the rows that get logits:
+    float32 [num_samples, hidden_size]."""
+
+    states: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A flat batch: the tokens of all scheduled sequences, one after another, without padding.
@@ -48,4 +56,5 @@ class ForwardBatch:
     # mass (see kernels/attention_mass.py) that each block got from this step, in all heads
     # of the group's layers. None: nobody asks.
     block_mass: torch.Tensor | None = None
+    hidden: HiddenStates | None = None  # None: nobody asks
     soft_tokens: SoftTokens | None = None  # None: all tokens are of the vocabulary

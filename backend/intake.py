@@ -124,7 +124,8 @@ class Intake:
         return self.prompter.tokenize(raw, values, add_special_tokens)
 
     def _sampling(self, values: dict[str, Any], tool_use: ToolUse | None) -> SamplingParams:
-        values = _without_overridden(self._default_sampling, values) | values
+        if values.get("pooling") is None:  # the defaults are about text
+            values = _without_overridden(self._default_sampling, values) | values
         grammar = take_grammar(values)
         if tool_use is not None and tool_use.must_call:
             if grammar is not None:
@@ -188,9 +189,12 @@ class Intake:
                     param=name,
                     code="context_length_exceeded",
                 )
+        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+        if sampling.pooling is not None:
+            max_tokens = 0
         return replace(
             sampling,
-            max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
+            max_tokens=max_tokens,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         )
 

@@ -1,5 +1,7 @@
 """A request between its submission and its last chunk, and the chunks made of its tokens."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.backend.chunk import Chunk, TokenLogprobs
@@ -8,6 +10,13 @@ from shoal.backend.text.output_processor import OutputProcessor, TextDelta
 from shoal.backend.text.token_logprobs import describe_prompt
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.scheduler.dispatched import Delivery
+
+
+def normalized(values: Sequence[float], dimensions: int | None) -> tuple[float, ...]:
+    """The first ``dimensions`` of them, as a vector of length 1."""
+    kept = values[:dimensions]
+    length = math.sqrt(math.fsum(value * value for value in kept))
+    return tuple(value / length for value in kept) if length else tuple(kept)
 
 
 @dataclass(slots=True)
@@ -37,6 +46,7 @@ class LiveChoice:
     processor: OutputProcessor
     index: int | None  # None: the only one
     wants_logprobs: bool
+    dimensions: int | None = None  # of an embedding
 
     def chunk(self, delivery: Delivery, delta: TextDelta, tokenizer: Tokenizer) -> Chunk:
         """What its client gets for news from the worker and the text that came of it."""
@@ -47,6 +57,7 @@ class LiveChoice:
             logprobs=delta.logprobs,
             tool_calls=delta.tool_calls,
             reasoning=delta.reasoning,
+            embedding=normalized(delivery.embedding, self.dimensions),
             prompt_logprobs=self._prompt_logprobs(delivery, tokenizer),
             cumulative_logprob=self.processor.cumulative_logprob if self.wants_logprobs else None,
             num_input_tokens=self.request.num_input_tokens,

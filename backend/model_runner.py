@@ -9,17 +9,17 @@ from typing import Protocol
 import torch
 
 from shoal.backend.engine import RunResult
-from shoal.backend.forward_batch import ForwardBatch, GroupTables
+from shoal.backend.forward_batch import ForwardBatch, GroupTables, HiddenStates
 from shoal.backend.grammar_compiler import GrammarError
 from shoal.backend.grammar_matcher import GrammarMatchers
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.kv_mover import KVMover
-from shoal.backend.logits_rows import LogitsRows, ScoredTokens
+from shoal.backend.logits_rows import LogitsRows, PooledTokens, ScoredTokens
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, describe_token, sample
 from shoal.kernels.native_library import NativeLibrary
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
-from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.sequence import PooledStates, Sequence
 from shoal.scheduler.transfers import only_device_copies
 
 logger = logging.getLogger(__name__)
@@ -100,11 +100,16 @@ class ModelRunner:
             _record_mass(result, scheduled, batch.block_mass)
         sequences = [item.sequence for item in scheduled if item.samples]
         rows = LogitsRows.of(scheduled)
+        for pooled in rows.pooled:
+            assert batch.hidden is not None
+            assert batch.hidden.states is not None
+            seq_id = pooled.item.sequence.seq_id
+            result.pooled[seq_id] = _pool(batch.hidden.states, pooled)
         for scored in rows.scored:
             result.scored[scored.item.sequence.seq_id] = _score(logits, scored)
         if not sequences:
             return
-        if rows.scored:
+        if rows.scored or rows.pooled:
             logits = logits[rows.sampled]
         allowed = self._allowed_tokens(sequences, logits.shape[-1], result)
         whole = [i for i, item in enumerate(sequences) if item.seq_id not in result.failed]
@@ -180,6 +185,21 @@ def _score(logits: torch.Tensor, scored: ScoredTokens) -> dict[int, SampledToken
     }
 
 
+def _pool(states: torch.Tensor, pooled: PooledTokens) -> PooledStates:
+    """What was pooled before, and these tokens. Token after token in float64, so that the sum's
+    bits do not depend on how the prompt was cut into steps."""
+    sequence, positions = pooled.item.sequence, pooled.positions
+    rows = states[pooled.first_row : pooled.first_row + len(positions)].double()
+    if sequence.sampling.pooling == "last":
+        return PooledStates(1, tuple(rows[0].tolist()))
+    before = sequence.pooled or PooledStates(0, (0.0,) * rows.shape[1])
+    total = torch.tensor(before.values, dtype=torch.float64, device=rows.device)
+    # After a preemption tokens are computed again that were pooled before.
+    for row in rows[max(before.num_tokens - positions.start, 0) :]:
+        total += row
+    return PooledStates(max(positions.stop, before.num_tokens), tuple(total.tolist()))
+
+
 def _record_mass(result: RunResult, scheduled: Batch, block_mass: torch.Tensor) -> None:
     for item, row in zip(scheduled, block_mass.tolist(), strict=True):
         if _needs_mass(item.sequence):
@@ -226,6 +246,7 @@ def build_forward_batch(
         query_lens=query_lens,
         logits_indices=to_device(LogitsRows.of(scheduled).batch_rows),
         block_mass=block_mass,
+        hidden=HiddenStates() if any(s.sampling.pooling for s in sequences) else None,
     )
 
 

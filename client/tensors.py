@@ -80,6 +80,8 @@ def decode_outputs(response: Any) -> dict[str, Any]:
             values["token_ids"] = struct.unpack(f"<{len(raw) // 8}q", raw)
         elif output.name == "index":
             values["index"] = struct.unpack(f"<{len(raw) // 4}I", raw)
+        elif output.name == "embedding":
+            values["embedding"] = raw
         elif output.datatype == "BYTES":
             size = int.from_bytes(raw[:4], "little")
             values[output.name] = raw[4 : 4 + size].decode("utf-8", "replace")
@@ -158,6 +160,7 @@ def _delta(values: dict[str, Any], index: int) -> Delta:
         finish_reason=values.get("finish_reason") or None,
         logprobs=values.get("logprobs") or None,
         prompt_logprobs=values.get("prompt_logprobs") or None,
+        embedding=values.get("embedding", b""),
         reasoning=values.get("reasoning_output", ""),
         tool_calls=values.get("tool_calls") or None,
         cumulative_logprob=values.get("cumulative_logprob"),

@@ -42,6 +42,7 @@ class Delta:
     finish_reason: str | None = None
     logprobs: str | None = None  # JSON, as the backend wrote it
     prompt_logprobs: str | None = None  # the same, of the prompt's tokens
+    embedding: bytes = b""  # of the prompt: float32, little-endian
     reasoning: str = ""  # what the model thought, before its answer
     tool_calls: str | None = None  # JSON: deltas of calls, each with its call's index
     cumulative_logprob: float | None = None

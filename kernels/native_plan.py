@@ -40,6 +40,7 @@ class OpKind(IntEnum):
     GELU_MUL = 15
     SELECT = 16
     SOFTCAP = 17
+    KEEP_STATES = 18
     PREPARE = 20
 
 
@@ -107,6 +108,7 @@ _STEP_POINTERS = (
     "value_scales",
     "logits",
     "block_mass",
+    "hidden_states",
 )
 
 
@@ -237,7 +239,9 @@ class PlanBuilder:
         self._linear(OpKind.LINEAR, packed, in_=states, out=out, epilogue=epilogue)
 
     def logits(self, states: int, packed: PackedLinear) -> None:
-        """The last product, of the selected rows, into the step's logits."""
+        """The last product, of the selected rows, into the step's logits. The rows themselves go to
+        the step's hidden states, where those are wanted."""
+        self._add(OpKind.KEEP_STATES, in_=states)
         self._linear(OpKind.LOGITS, packed, in_=states)
 
     def softcap(self, cap: float, num_columns: int) -> None:

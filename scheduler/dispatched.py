@@ -79,3 +79,4 @@ class Delivery:
     num_cached_tokens: int = 0
     error: RequestError | None = None  # set when finish_reason is ERROR
     prompt_logprobs: tuple[SampledToken, ...] = ()
+    embedding: tuple[float, ...] = ()

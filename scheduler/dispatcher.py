@@ -369,6 +369,7 @@ class Dispatcher:
             reason,
             output.num_cached_tokens,
             prompt_logprobs=output.prompt_logprobs,
+            embedding=output.embedding,
         )
 
     def _choose_worker(self, sequence: DispatchedSequence, now: float) -> WorkerLedger | None:

@@ -116,7 +116,7 @@ class KVCacheManager:
         """Whether cached blocks of a waiting sequence are on their way from disk."""
         if self.prefix_tree is None or self.host is None or self.host.prefixes is None:
             return False
-        if sequence.eviction is not None or sequence.scores_prompt:
+        if sequence.eviction is not None or sequence.needs_whole_prompt:
             return False
         if self.host.prefixes.disk is None:
             return False
@@ -142,7 +142,11 @@ class KVCacheManager:
                 sequence.eviction.reset()
                 sequence.num_evicted_tokens = 0
             return
-        if self.prefix_tree is None or self._has_checkpoint(sequence) or sequence.scores_prompt:
+        if (
+            self.prefix_tree is None
+            or self._has_checkpoint(sequence)
+            or sequence.needs_whole_prompt
+        ):
             return
         match = self.prefix_tree.match(
             sequence.cache_salt, sequence.token_ids, sequence.num_tokens - 1
@@ -278,7 +282,7 @@ class KVCacheManager:
             return None
         checkpoint = self.host.pool.checkpoint(sequence.seq_id)
         if checkpoint is None:
-            if sequence.eviction is not None or sequence.scores_prompt:
+            if sequence.eviction is not None or sequence.needs_whole_prompt:
                 return None
             return self._bring_prefix(sequence, self.host)
         self._extend(sequence, len(checkpoint.tables[0]))

@@ -78,3 +78,4 @@ class StepOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: tuple[SampledToken, ...] = ()  # of the prompt's tokens but the first, once
+    embedding: tuple[float, ...] = ()  # of the prompt, once, where it is wanted

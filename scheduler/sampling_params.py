@@ -19,6 +19,9 @@ MAX_CHOICES = 32
 MIN_REPETITION_PENALTY = 0.01  # it divides: logits must stay finite
 
 
+POOLINGS = ("mean", "last")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose each next token. Raises RequestError, naming the field, when out of range.
@@ -47,6 +50,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, all computed anew
+    pooling: str | None = None  # mean or last: an embedding of the prompt is wanted, and no text
+    dimensions: int | None = None  # of the embedding; None: all
     n: int = 1
     grammar: str | None = None  # llguidance's form of what the text must follow; set by intake
     kv_policy: str = LRU
@@ -64,7 +69,8 @@ class SamplingParams:
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, optional=True)
         _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-        least = 1 if self.prompt_logprobs is None else 0  # a prompt may be scored alone
+        # A prompt may be scored or embedded alone.
+        least = 1 if self.prompt_logprobs is None and self.pooling is None else 0
         _check_int("max_tokens", self.max_tokens, least, 2**31 - 1, optional=True)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
@@ -74,6 +80,7 @@ class SamplingParams:
         _check_kv(self.kv_policy, self.kv_budget)
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
+        _check_pooling(self)
         if self.prompt_logprobs is not None and self.n > 1:
             raise RequestError("prompt_logprobs needs n to be 1.", param="n")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -233,3 +240,22 @@ def _check_logit_bias(entries: tuple[tuple[int, Any], ...]) -> None:
         _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
     if len({token_id for token_id, _ in entries}) < len(entries):
         raise RequestError("logit_bias must name each token once.", param="logit_bias")
+
+
+def _check_pooling(params: SamplingParams) -> None:
+    if params.pooling not in (None, *POOLINGS):
+        raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}.", param="pooling")
+    _check_int("dimensions", params.dimensions, 1, 2**31 - 1, optional=True)
+    if params.pooling is None:
+        if params.dimensions is not None:
+            raise RequestError("dimensions needs pooling.", param="dimensions")
+        return
+    for name, is_set in (
+        ("n", params.n > 1),
+        ("max_tokens", bool(params.max_tokens)),
+        ("logprobs", params.logprobs is not None),
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+        ("kv_budget", params.kv_budget is not None),
+    ):
+        if is_set:
+            raise RequestError(f"{name} cannot be used with pooling. Leave it out.", param=name)

@@ -3,7 +3,7 @@
 from bisect import insort
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.fork_blocks import fork_blocks
@@ -17,7 +17,7 @@ from shoal.scheduler.outputs import (
     SchedulerOutput,
     StepOutput,
 )
-from shoal.scheduler.sequence import FinishReason, Sequence, SequenceStatus
+from shoal.scheduler.sequence import FinishReason, PooledStates, Sequence, SequenceStatus
 from shoal.scheduler.session_eviction import make_session_eviction
 from shoal.scheduler.step_budget import share_budget
 from shoal.scheduler.step_limits import StepLimits
@@ -28,6 +28,7 @@ from shoal.scheduler.victims import choose_victim
 _NONE_FAILED: Mapping[int, str] = {}
 _NO_TOKENS: Mapping[int, SampledToken] = {}
 _NONE_SCORED: Mapping[int, Mapping[int, SampledToken]] = {}
+_NONE_POOLED: Mapping[int, PooledStates] = {}
 _NO_MASS: Mapping[int, SequenceOf[int]] = {}
 
 
@@ -136,7 +137,7 @@ class Scheduler:
         Raises as ``add``.
         """
         parent = self._live.get(parent_seq_id)
-        apart = _is_lossy(child) or child.scores_prompt
+        apart = _is_lossy(child) or child.needs_whole_prompt
         if parent is None or apart or _is_lossy(parent):
             self.add(child)
             return
@@ -192,6 +193,7 @@ class Scheduler:
         deferred: Collection[int] = (),
         block_mass: Mapping[int, SequenceOf[int]] = _NO_MASS,
         scored: Mapping[int, Mapping[int, SampledToken]] = _NONE_SCORED,
+        pooled: Mapping[int, PooledStates] = _NONE_POOLED,
     ) -> list[StepOutput]:
         """Apply what the step computed, by seq_id. Failed and finished sequences are freed; of the
         deferred ones nothing was computed, and they are scheduled again."""
@@ -208,6 +210,7 @@ class Scheduler:
             if sequence.eviction is not None and sequence.seq_id in block_mass:
                 sequence.eviction.observe(block_mass[sequence.seq_id])
             sequence.prompt_logprobs.update(scored.get(sequence.seq_id, _NO_TOKENS))
+            sequence.pooled = pooled.get(sequence.seq_id, sequence.pooled)
             if self._forks.has_held:
                 self._start_forks(sequence)
             if samples:
@@ -347,7 +350,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
         output_index = sequence.num_output_tokens
-        scores = _take_scores(sequence)
+        scores, embedding = _take_scores(sequence), _take_embedding(sequence)
         num_cached = sequence.num_cached_tokens
         if sequence.sampling.max_tokens == 0:  # the prompt was all that was wanted
             reason: FinishReason | None = FinishReason.LENGTH
@@ -360,7 +363,7 @@ class Scheduler:
             )
         if reason is not None:
             self._finish(sequence, reason)
-        return output
+        return replace(output, embedding=embedding) if embedding else output
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.sampling
@@ -408,6 +411,15 @@ def _is_lossy(sequence: Sequence) -> bool:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival_index
+
+
+def _take_embedding(sequence: Sequence) -> tuple[float, ...]:
+    """What was pooled of the prompt, with the first output."""
+    if sequence.pooled is None or sequence.num_output_tokens > 0:
+        return ()
+    values, count = sequence.pooled.values, sequence.pooled.num_tokens
+    is_mean = sequence.sampling.pooling == "mean"
+    return tuple(value / count for value in values) if is_mean else values
 
 
 def _take_scores(sequence: Sequence) -> tuple[SampledToken, ...]:

@@ -28,6 +28,15 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"  # a stop after calls of tools; said by the text side alone
 
 
+@dataclass(frozen=True, slots=True)
+class PooledStates:
+    """The sum of the final hidden states of a prompt's first ``num_tokens`` tokens (mean), or the
+    last one's (last)."""
+
+    num_tokens: int
+    values: tuple[float, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt and its growing output, inside one worker.
@@ -56,6 +65,7 @@ class Sequence:
     eviction: SessionEviction | None = None  # with a lossy kv_policy only
     num_evicted_tokens: int = 0  # of the computed ones, dropped from the block table
     prompt_logprobs: dict[int, SampledToken] = field(default_factory=dict)  # by position
+    pooled: PooledStates | None = None  # where an embedding is wanted
 
     def __post_init__(self) -> None:
         assert 0 < self.num_prompt_tokens <= len(self.token_ids)
@@ -83,10 +93,16 @@ class Sequence:
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether something is wanted of each of its prompt's tokens, which no cache has."""
+        pools_all = self.sampling.pooling == "mean" and self.num_output_tokens == 0
+        return self.scores_prompt or pools_all
+
+    @property
     def num_runnable_tokens(self) -> int:
         """The uncomputed tokens that one step may compute: all that a lossy policy has room for."""
         num_tokens = len(self.token_ids) - self.num_computed_tokens
-        if self.sampling.prompt_logprobs is not None:
+        if self.sampling.prompt_logprobs is not None or self.sampling.pooling == "mean":
             num_tokens = min(num_tokens, MAX_SCORED_TOKENS)
         if self.eviction is None:
             return num_tokens

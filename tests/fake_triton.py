@@ -42,6 +42,7 @@ class Piece:
     prompt_logprobs: tuple[dict[str, Any], ...] = ()
     tool_calls: tuple[dict[str, Any], ...] = ()  # deltas
     reasoning: str = ""
+    embedding: tuple[float, ...] = ()
     index: int | None = None  # of a request for several choices
     beside: tuple["Piece", ...] = ()  # of further choices, in the same response
     is_last: bool = True  # with a finish reason: the request ends
@@ -382,6 +383,10 @@ def _piece_outputs(
     if piece.reasoning:
         outputs["reasoning_output"] = _string("reasoning_output", piece.reasoning)
         asked.add("reasoning_output")
+    if piece.embedding:
+        raw = struct.pack(f"<{len(piece.embedding)}f", *piece.embedding)
+        outputs["embedding"] = ("embedding", "FP32", [len(piece.embedding)], raw)
+        asked.add("embedding")
     if piece.prompt_logprobs:
         outputs["prompt_logprobs"] = _string("prompt_logprobs", json.dumps(piece.prompt_logprobs))
         asked.add("prompt_logprobs")
@@ -415,6 +420,7 @@ def _join(pieces: list[Piece]) -> Piece:
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
         prompt_logprobs=tuple(entry for piece in pieces for entry in piece.prompt_logprobs),
         tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
+        embedding=pieces[0].embedding,
         reasoning="".join(piece.reasoning for piece in pieces),
     )
 

@@ -145,6 +145,8 @@ class Decoder:
             hidden = hidden + _normed(layer.mlp(layer.mlp_norm(hidden)), layer.mlp_output_norm)
         # Rows are independent from here on, so only those that are sampled go on.
         hidden = self._norm(hidden[batch.logits_indices])
+        if batch.hidden is not None:
+            batch.hidden.states = hidden.float()
         return linear(hidden, self._lm_head).float()
 
 

@@ -266,6 +266,8 @@ class Gemma4ForCausalLM:
             own = rows.own_embeddings
             hidden = layer.feed_forward(hidden, None if own is None else own[:, idx])
         hidden = self._norm(hidden if is_cut else hidden[batch.logits_indices])
+        if batch.hidden is not None:
+            batch.hidden.states = hidden.float()
         return self._logits(hidden)
 
     def _embed(self, batch: ForwardBatch, kv: PagedKVCache) -> Rows:

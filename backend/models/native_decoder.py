@@ -44,7 +44,11 @@ class NativeDecoder:
         """
         check_ids(batch.input_ids, self.config.vocab_size)
         logits = torch.empty(len(batch.logits_indices), self.config.vocab_size)
-        self._plan.run(self._step.arguments(batch, kv, logits))
+        states = None
+        if batch.hidden is not None:
+            states = torch.empty(len(batch.logits_indices), self.config.hidden_size)
+            batch.hidden.states = states
+        self._plan.run(self._step.arguments(batch, kv, logits, states=states))
         return logits
 
 

@@ -56,7 +56,11 @@ class NativeGemma4:
         check_ids(batch.input_ids, self.config.vocab_size)
         logits = torch.empty(len(batch.logits_indices), self.config.vocab_size)
         num_sampled = sample_lens(batch) if self.config.shares_keys else None
-        self._plan.run(self._step.arguments(batch, kv, logits, num_sampled))
+        states = None
+        if batch.hidden is not None:
+            states = torch.empty(len(batch.logits_indices), self.config.hidden_size)
+            batch.hidden.states = states
+        self._plan.run(self._step.arguments(batch, kv, logits, num_sampled, states))
         return logits
 
 

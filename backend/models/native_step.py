@@ -23,6 +23,7 @@ class StepBuilder:
         kv: PagedKVCache,
         logits: torch.Tensor,
         sample_lens: list[int] | None = None,
+        states: torch.Tensor | None = None,
     ) -> StepArguments:
         """Valid as long as batch, cache and logits are, and until the next call.
 
@@ -65,6 +66,7 @@ class StepBuilder:
             value_scales=caches.address("value_scales"),
             logits=pointer(logits, torch.float32),
             block_mass=pointer(batch.block_mass, torch.int64),
+            hidden_states=pointer(states, torch.float32),
         )
 
 

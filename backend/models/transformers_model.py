@@ -52,7 +52,11 @@ class TransformersModel:
 
         Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``.
         """
-        options = {"logits_to_keep": batch.logits_indices} if self._selects_rows else {}
+        options: dict[str, Any] = (
+            {"logits_to_keep": batch.logits_indices} if self._selects_rows else {}
+        )
+        if batch.hidden is not None:
+            options["output_hidden_states"] = True
         with attending(Step.of(batch, kv)):
             output = self._model(
                 input_ids=batch.input_ids[None],
@@ -60,6 +64,8 @@ class TransformersModel:
                 use_cache=False,
                 **options,
             )
+        if batch.hidden is not None:
+            batch.hidden.states = output.hidden_states[-1][0][batch.logits_indices].float()
         logits: torch.Tensor = output.logits[0].float()
         return logits if self._selects_rows else logits[batch.logits_indices]
 

@@ -28,9 +28,12 @@ from shoal.client.openai.answers import (
     named_for_caller,
 )
 from shoal.client.openai.api_keys import KeyFile
+from shoal.client.openai.embeddings import CALLERS_NAMES as EMBEDDINGS_NAMES
+from shoal.client.openai.embeddings import EmbeddingsBody, EmbeddingsWire
 from shoal.client.openai.generation import Generation, GenerationRequest, Task
 from shoal.client.openai.json_body import ClientGoneError, read_json
 from shoal.client.openai.middleware import RequestMiddleware, RequestTracker
+from shoal.client.openai.openapi import describe
 from shoal.client.openai.prompts import Prompt, read_messages, read_prompts
 from shoal.client.openai.request_models import (
     ChatBody,
@@ -103,6 +106,11 @@ class Shim:
             most = self.settings.max_choices // len(prompts)
             raise ShoalError(f"n must be at most {most} for so many prompts.", 400, None, "n")
         return await self._complete(request, body, prompts, wire.completion_wire)
+
+    async def embeddings(self, request: Request) -> Response:
+        body = parse_body(EmbeddingsBody, await self.read_json(request))
+        task = body.task(self.settings.max_embedding_inputs)
+        return await self.generate(request, task, EmbeddingsWire(body), EMBEDDINGS_NAMES)
 
     async def tokenize(self, request: Request) -> Response:
         body = parse_body(TokenizeBody, await self.read_json(request))
@@ -220,6 +228,7 @@ def create_app(settings: ShimSettings | None = None) -> FastAPI:
     app.state.shim = shim
     app.add_api_route("/v1/chat/completions", shim.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", shim.completions, methods=["POST"])
+    app.add_api_route("/v1/embeddings", shim.embeddings, methods=["POST"])
     app.add_api_route("/v1/responses", shim.responses.create, methods=["POST"])
     _add_get(app, "/v1/responses/{response_id}", shim.responses.get)
     app.add_api_route("/v1/responses/{response_id}", shim.responses.delete, methods=["DELETE"])
@@ -239,6 +248,7 @@ def create_app(settings: ShimSettings | None = None) -> FastAPI:
     app.add_middleware(RequestMiddleware, tracker=shim.tracker)
     if shim.settings.cors_origins:
         _allow_origins(app, shim.settings.cors_origins)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
 
 
@@ -247,7 +257,7 @@ def _allow_origins(app: FastAPI, origins: tuple[str, ...]) -> None:
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["authorization", "content-type", "x-request-id", *FORWARDED_HEADERS],
         expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
         max_age=600,

@@ -69,6 +69,7 @@ class ChoiceDelta:
     logprobs: list[TokenLogprob] | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # deltas, as on the wire
     reasoning: str = ""  # what the model thought, before its answer
+    embedding: bytes = b""  # of the prompt: float32, little-endian
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class ChoiceState:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    embedding: bytes = b""
     finish_reason: str = ""
     num_input_tokens: int = 0
     num_cached_tokens: int = 0
@@ -89,6 +91,7 @@ class ChoiceState:
         """Take what the backend sent; returns what the caller gets for it."""
         if delta.text:
             self.text.append(delta.text)
+        self.embedding = delta.embedding or self.embedding
         if delta.reasoning:
             self.reasoning.append(delta.reasoning)
         self.num_input_tokens = max(self.num_input_tokens, delta.num_input_tokens)
@@ -115,6 +118,7 @@ class ChoiceState:
             self.logprobs,
             self.tool_calls,
             "".join(self.reasoning),
+            self.embedding,
         )
 
 

@@ -33,17 +33,17 @@ def read_messages(messages: list[dict[str, Any]]) -> Prompt:
     return Prompt(messages=orjson.dumps(messages).decode())
 
 
-def read_prompts(prompt: Any, max_prompts: int) -> list[Prompt]:
-    """A string, token ids, or a list of either. Raises ShoalError (400) naming the prompt."""
+def read_prompts(prompt: Any, max_prompts: int, param: str = "prompt") -> list[Prompt]:
+    """A string, token ids, or a list of either. Raises ShoalError (400) naming ``param``."""
     if isinstance(prompt, str) or _is_token_ids(prompt):
-        return [_read_prompt(prompt, "prompt")]
+        return [_read_prompt(prompt, param)]
     if not isinstance(prompt, list):
-        raise _wrong_type("prompt")
+        raise _wrong_type(param)
     if not 1 <= len(prompt) <= max_prompts:
         raise ShoalError(
-            f"prompt must hold 1 to {max_prompts} prompts.", 400, "invalid_value", "prompt"
+            f"{param} must hold 1 to {max_prompts} prompts.", 400, "invalid_value", param
         )
-    return [_read_prompt(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
+    return [_read_prompt(item, f"{param}[{index}]") for index, item in enumerate(prompt)]
 
 
 def _read_prompt(item: Any, param: str) -> Prompt:

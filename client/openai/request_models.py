@@ -366,6 +366,7 @@ EXPECTED_TYPES = {
     "include": "must be a list of strings",
     "dimensions": _WHOLE,
     "encoding_format": _TEXT,
+    "pooling": _TEXT,
     "echo": _FLAG,
     "logprobs": "must be true or false in a chat, a whole number in a completion",
     "top_logprobs": _WHOLE,

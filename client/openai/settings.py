@@ -24,6 +24,7 @@ class ShimSettings:
     max_body_bytes: int = 4 * MIB
     max_json_depth: int = 32
     max_prompts: int = 32
+    max_embedding_inputs: int = 256
     max_choices: int = 128  # of all prompts of a request together
     # Responses that later ones may go on from, in the memory of this process.
     max_stored_responses: int = 1000

@@ -30,6 +30,7 @@ enum class OpKind : int32_t {
   kGeluMul = 15,        // gelu(in) * in2 from its column k on (both float) -> out (T)
   kSelect = 16,         // in -> out: the sampled rows. Operations after the first see only those
   kSoftcap = 17,        // of the step's logits, [samples, n]; scalar: the cap
+  kKeepStates = 18,     // in (T, sampled rows) -> the step's hidden states, where they are wanted
   kPrepare = 20,        // in (T) -> out (bytes): rows as a product of `format` reads them
 };
 
@@ -104,6 +105,7 @@ struct Step {
   float* const* value_scales;     // [num_layers]
   float* logits;                  // [num_samples, vocab_size]
   int64_t* block_mass;  // [num_seqs, group 0's max_blocks], added to by its layers; or null
+  float* hidden_states;  // [num_samples, hidden_size], what logits are made of; or null
 };
 
 class PlanBase {
@@ -316,6 +318,14 @@ class Plan : public PlanBase {
         linear<T>(team, turn, num_threads, product(op), Epilogue(op.epilogue),
                   row<char>(op.in, 0), num_rows, row<char>(op.out, 0),
                   shapes_[op.out].width);
+        break;
+      case OpKind::kKeepStates:
+        if (!step.hidden_states) break;
+        each_row(step.num_samples, [&](int64_t i) {
+          const int64_t width = shapes_[op.in].width;
+          for (int64_t j = 0; j < width; j++)
+            step.hidden_states[i * width + j] = to_float(row<T>(op.in, i)[j]);
+        });
         break;
       case OpKind::kLogits:
         linear<T>(team, turn, num_threads, product(op), Epilogue::kStore, row<char>(op.in, 0),

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request, echo_script
-from openai.types import Completion, Model
+from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai_shapes import check, sse_events
 from shim_thread import ShimThread
@@ -85,6 +86,35 @@ def test_reasoning_is_beside_the_content(http: httpx.Client) -> None:
     events = sse_events(http.post(CHAT, json={**body, "stream": True}).text)[:-1]
     deltas = [event["choices"][0]["delta"] for event in events]
     assert deltas[1:] == [{"reasoning_content": "hm"}, {"content": "a"}, {}]
+
+
+def embedding(request: Request) -> Iterator[Piece]:
+    yield Piece(finish_reason="length", num_tokens=0, embedding=(0.6, 0.8))
+
+
+def test_embeddings() -> None:
+    with FakeTriton(fake=FakeModel(script=embedding)) as triton, ShimThread(triton.url) as shim:
+        shim.wait_ready()
+        with openai.OpenAI(base_url=f"{shim.url}/v1", api_key="none", max_retries=0) as client:
+            made = client.embeddings.create(model=MODEL, input=["a b", "c"], dimensions=2)
+            assert [item.embedding for item in made.data] == [pytest.approx([0.6, 0.8])] * 2
+            assert made.usage.prompt_tokens == 3  # the client asks for base64 by itself
+            assert triton.model.requests[0].sampling == {"pooling": "mean", "dimensions": 2}
+        with httpx.Client(base_url=shim.url, timeout=20) as http:
+            for given in ("a", [1, 2], ["a"], [[1], [2, 3]]):
+                answer = http.post("/v1/embeddings", json={"model": MODEL, "input": given})
+                check(CreateEmbeddingResponse, answer.json())
+            for fields, param in (
+                ({}, "input"),
+                ({"input": []}, "input"),
+                ({"input": ["a", ""]}, "input[1]"),
+                ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+                ({"input": "a", "dimensions": "2"}, "dimensions"),
+                ({"input": "a", "stream": True}, "stream"),
+            ):
+                answer = http.post("/v1/embeddings", json={"model": MODEL, **fields})
+                assert answer.status_code == 400, answer.text
+                assert answer.json()["error"]["param"] == param
 
 
 def test_models(http: httpx.Client) -> None:
