@@ -212,8 +212,6 @@ class DispatchLoop:
                 self._dispatcher.drain()
             for index, seq_id in enumerate((order.seq_id, *order.further_seq_ids)):
                 self._add_choice(live, seq_id, index, request, order.request_class)
-                if order.seq_id not in self._live:
-                    return  # it had to make way for its own next choice
         except RequestError as error:
             self._fail(order.seq_id, error)
             return
@@ -249,6 +247,7 @@ class DispatchLoop:
             arrival=live.submitted_at,
             cache_salt=request_class.cache_salt,
             fork_of=live.seq_id if index else None,
+            num_choices=0 if index else request.sampling.n,
         )
         choice = LiveChoice(
             live,

@@ -70,26 +70,30 @@ class Admission:
         self._num_refused = 0
         self._promised_until = 0.0
 
-    def check_tenant(self, tenant: str, num_tokens: int) -> None:
-        """Raise RequestError where a new sequence of so many tokens exceeds a tenant's limits."""
-        self.tenants.check_limits(tenant, num_tokens, self._mean_service_s)
+    def check_tenant(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        """Raise RequestError where new sequences of so many tokens exceed a tenant's limits."""
+        self.tenants.check_limits(tenant, num_requests, num_tokens, self._mean_service_s)
 
-    def make_place(self, tenant: str, tier: Tier, num_tokens: int, now: float) -> list[Ticket]:
-        """What must be shed for a new sequence. Raises RequestError when the queue stays full.
+    def make_place(
+        self, tenant: str, tier: Tier, num_requests: int, num_tokens: int, now: float
+    ) -> list[Ticket]:
+        """What must be shed for the new sequences of one request, of so many tokens together.
+
+        Raises RequestError when the queue stays full.
 
         Lower tiers make way; under a fair policy, then the tenant with the most queued.
         """
-        requests_over = len(self.queue) + 1 - self._max_queued_requests
+        requests_over = len(self.queue) + num_requests - self._max_queued_requests
         tokens_over = 0
         if self._max_queued_tokens is not None and self.queue:
             tokens_over = self.queue.num_tokens + num_tokens - self._max_queued_tokens
-        if requests_over <= 0 and tokens_over <= 0:
+        if not self.queue or (requests_over <= 0 and tokens_over <= 0):
             return []
         victims = self.queue.newest_below(tier.weight, requests_over, tokens_over)
         if not victims and self._is_fair:
             weight = self.tenants.weight(tenant)
             victims = self.queue.newest_of_heaviest(
-                tenant, weight, tier.weight, requests_over, tokens_over
+                tenant, weight, tier.weight, requests_over, tokens_over, num_requests
             )
         if not victims:
             raise self._queue_full(requests_over > 0, now)

@@ -134,6 +134,7 @@ class Dispatcher:
         prefix_hit: float = 0.0,
         cache_salt: bytes = b"",
         fork_of: int | None = None,
+        num_choices: int = 1,
     ) -> list[Delivery]:
         """Queue a sequence; poll next, so that it leaves the queue when a worker has room.
 
@@ -141,22 +142,29 @@ class Dispatcher:
         late, or when no worker could ever hold it. Returns the ends of queued sequences of lower
         tiers that had to make way. ``timeout_s`` counts from ``arrival``, which is now unless told
         otherwise; ``prefix_hit`` is the expected share of cached prompt tokens. ``fork_of`` names a
-        sequence of the same prompt, which a worker then computes once for both.
+        sequence of the same prompt, which a worker then computes once for both. A request of
+        several choices is taken as a whole: the first is added for all ``num_choices``, and the
+        others, at once, with 0.
         """
         assert seq_id not in self._sequences, f"sequence {seq_id} was added twice"
         assert prompt_token_ids, "an empty prompt passed intake"
         tier = self.config.tiers.get(slo_class)
         num_tokens = len(prompt_token_ids)
         arrival = now if arrival is None else arrival
+        deliveries: list[Delivery] = []
         try:
-            if self.is_draining:
-                raise refusals.draining()
-            if not self._fleet.can_ever_fit(num_tokens):
-                raise self._fleet.too_long(num_tokens)
-            self._admission.check_tenant(tenant, num_tokens + (sampling.max_tokens or 0))
-            if timeout_s is not None:
-                self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now, now)
-            deliveries = self._make_place(tenant, tier, num_tokens, now)
+            if num_choices:
+                if self.is_draining:
+                    raise refusals.draining()
+                if not self._fleet.can_ever_fit(num_tokens):
+                    raise self._fleet.too_long(num_tokens)
+                most_tokens = num_choices * (num_tokens + (sampling.max_tokens or 0))
+                self._admission.check_tenant(tenant, num_choices, most_tokens)
+                if timeout_s is not None:
+                    self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now, now)
+                deliveries = self._make_place(
+                    tenant, tier, num_choices, num_choices * num_tokens, now
+                )
         except RequestError as error:
             self._counts[tier.name].refused[error.code] += 1
             raise
@@ -490,9 +498,11 @@ class Dispatcher:
         aborts, self._aborts = self._aborts, []
         return aborts
 
-    def _make_place(self, tenant: str, tier: Tier, num_tokens: int, now: float) -> list[Delivery]:
+    def _make_place(
+        self, tenant: str, tier: Tier, num_requests: int, num_tokens: int, now: float
+    ) -> list[Delivery]:
         """Shed what a new sequence needs gone. Raises RequestError when the queue stays full."""
-        victims = self._admission.make_place(tenant, tier, num_tokens, now)
+        victims = self._admission.make_place(tenant, tier, num_requests, num_tokens, now)
         for victim in victims:
             self._counts[victim.tier.name].shed += 1
         return [

@@ -72,14 +72,20 @@ class QueueLedger:
         return self._enough(tickets, num_requests, num_tokens)
 
     def newest_of_heaviest(
-        self, tenant: str, tenant_weight: float, weight: float, num_requests: int, num_tokens: int
+        self,
+        tenant: str,
+        tenant_weight: float,
+        weight: float,
+        num_requests: int,
+        num_tokens: int,
+        num_new: int = 1,
     ) -> list[Ticket]:
         """What to shed for ``tenant``: of the tenant with the most work queued for its weight.
 
         As ``newest_below``, but of tiers up to ``weight``; nothing where it has no more than
-        ``tenant`` would have.
+        ``tenant`` would have with ``num_new`` more.
         """
-        own = (self.work_by_tenant.get(tenant, 0.0) + self.mean_work) / tenant_weight
+        own = (self.work_by_tenant.get(tenant, 0.0) + num_new * self.mean_work) / tenant_weight
         name, load = self.heaviest
         if name == tenant or load <= own:
             return []

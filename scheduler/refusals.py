@@ -79,6 +79,15 @@ def tenant_request_too_large(num_tokens: int, limit: int) -> RequestError:
     )
 
 
+def tenant_choices(num_choices: int, limit: int) -> RequestError:
+    return RequestError(
+        f"n asks for {num_choices} choices; this tenant may have at most {limit} requests at a "
+        "time, and each choice counts. Lower n.",
+        param="n",
+        code="tenant_limit",
+    )
+
+
 def timed_out(timeout_s: float) -> RequestError:
     return RequestError(
         f"The request did not finish within its timeout of {1000 * timeout_s:.0f} ms.",

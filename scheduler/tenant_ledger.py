@@ -97,18 +97,23 @@ class TenantLedger:
         total = self._num_prompt_tokens + ticket.num_prompt_tokens
         return tokens * self._live_weight < total * self.weight(ticket.tenant)
 
-    def check_limits(self, tenant: str, num_tokens: int, mean_service_s: float) -> None:
-        """Raise RequestError where a new sequence of so many tokens exceeds the tenant's limits."""
+    def check_limits(
+        self, tenant: str, num_requests: int, num_tokens: int, mean_service_s: float
+    ) -> None:
+        """Raise RequestError where new sequences of so many tokens exceed the tenant's limits."""
         settings = self._tenants.get(tenant)
         if settings.max_requests is None and settings.max_tokens is None:
             return
         if settings.max_tokens is not None and num_tokens > settings.max_tokens:
             raise refusals.tenant_request_too_large(num_tokens, settings.max_tokens)
+        if settings.max_requests is not None and num_requests > settings.max_requests:
+            raise refusals.tenant_choices(num_requests, settings.max_requests)
         use = self._uses.get(tenant, TenantUse())
         # One of its own must finish; they finish one after the other.
         retry_ms = refusals.retry_ms(mean_service_s / max(1, use.num_requests))
-        if settings.max_requests is not None and use.num_requests >= settings.max_requests:
-            raise refusals.tenant_limit("requests", settings.max_requests, retry_ms)
+        most = settings.max_requests
+        if most is not None and use.num_requests + num_requests > most:
+            raise refusals.tenant_limit("requests", most, retry_ms)
         if settings.max_tokens is not None and use.num_tokens + num_tokens > settings.max_tokens:
             raise refusals.tenant_limit("tokens", settings.max_tokens, retry_ms)
 

@@ -137,6 +137,30 @@ def test_more_choices_than_can_ever_queue_are_refused_for_good(tmp_path: Path) -
         assert (refused.chunks[-1].error.status, refused.chunks[-1].error.param) == (400, "n")
 
 
+def test_an_empty_queue_takes_all_choices_of_a_prompt_whatever_its_bound_in_tokens(
+    tmp_path: Path,
+) -> None:
+    with serving(ScriptedWorkers(), tmp_path, max_queued_tokens=8) as running:
+        for _ in range(2):
+            assert sorted(by_index(ask(running, max_tokens=4, n=3))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("limit", "param"), [({"max_requests": 2}, "n"), ({"max_tokens": 26}, "max_tokens")]
+)
+def test_choices_that_a_tenant_may_never_have_are_refused_for_good(
+    tmp_path: Path, limit: dict[str, int], param: str
+) -> None:
+    with serving(ScriptedWorkers(), tmp_path, tenants={"*": limit}) as running:
+        refused = ask(running, max_tokens=4, n=3)
+        assert refused.ended.wait(20)
+        error = refused.chunks[-1].error
+        assert error is not None
+        assert (error.status, error.code, error.param) == (400, "tenant_limit", param)
+        assert error.retry_after_ms is None
+        assert sorted(by_index(ask(running, max_tokens=4, n=2))) == [0, 1]
+
+
 def test_all_choices_survive_a_dead_worker(tmp_path: Path) -> None:
     workers = ScriptedWorkers(
         WorkerScript(die_on=lambda worker: worker.num_steps == 3), WorkerScript()
