@@ -76,6 +76,12 @@ def unavailable(message: str, detail: str | None = None, retry_after_ms: int = 1
     )
 
 
+def draining() -> ShoalError:
+    """The server takes nothing new any more."""
+    message = "The server is shutting down. Retry, or use another server."
+    return ShoalError(message, 503, "draining", retry_after_ms=5000)
+
+
 def model_not_found(model: str) -> ShoalError:
     return ShoalError(
         f"The model {model[:128]!r} does not exist. Ask GET /v1/models for those that do.",

@@ -56,8 +56,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send_with_id)
             return
         if self._tracker.draining:
-            error = errors.unavailable("The server is shutting down.")
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(errors.draining())(scope, receive, send_with_id)
             return
         self._tracker.num_open += 1
         try:

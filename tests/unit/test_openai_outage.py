@@ -172,7 +172,8 @@ def test_sigterm_drains(triton: FakeTriton, process: ShimProcess) -> None:
         assert process.status("/health/live") == 200
         refused = httpx.post(url, json=CHAT)
         assert refused.status_code == 503
-        assert refused.headers["retry-after"]
+        assert refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["code"] == "draining"
         assert process.process.poll() is None
         release.set()
         text = "\n".join(lines)
