@@ -308,7 +308,13 @@ class TritonStream:
                     for entry in statistics.model_stats
                 ]
         return [
-            ModelInfo(entry.name, entry.version, entry.state == "READY", entry.reason)
+            ModelInfo(
+                entry.name,
+                entry.version,
+                ready=entry.state == "READY",
+                reason=entry.reason,
+                loading=entry.state == "LOADING",
+            )
             for entry in index.models
         ]
 

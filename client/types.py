@@ -84,6 +84,7 @@ class ModelInfo:
     version: str
     ready: bool
     reason: str = ""
+    loading: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class FakeModel:
     script: Script = echo_script
     state: str = "ready"
     loaded: bool = True
+    loading: bool = False
     beating: bool = True
     stub_alive: bool = True  # a dead stub leaves running requests hanging and refuses new ones
     separate_final: bool = False  # the final flag comes alone, after the last response
@@ -110,6 +111,12 @@ class FakeModel:
     num_cached_tokens: int = 0
     requests: list[Request] = field(default_factory=list)
     num_control: int = 0
+
+    @property
+    def repository_state(self) -> str:
+        if self.loading:
+            return "LOADING"
+        return "READY" if self.loaded else "UNAVAILABLE"
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -159,7 +166,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def RepositoryIndex(self, request: Any, context: Any) -> Any:
         entry = service_pb2.RepositoryIndexResponse.ModelIndex
         index = [
-            entry(name=name, version=version, state="READY" if model.loaded else "UNAVAILABLE")
+            entry(name=name, version=version, state=model.repository_state)
             for name, model in self.models.items()
             for version in model.versions
         ]

@@ -77,6 +77,7 @@ class ServedModels:
         self._models: dict[str, ServedModel] = {}
         self._foreign: set[str] = set()  # loaded models of other backends
         self._loaded: set[str] = set()  # ids
+        self._loading: set[str] = set()  # names
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -100,11 +101,14 @@ class ServedModels:
         return [model for model in self._models.values() if model.listed]
 
     async def find(self, name: str) -> ServedModel:
-        """The model of that name. Raises ShoalError 404 when there is none, 503 when unknown."""
+        """The model of that name. Raises ShoalError 404 when there is none, 503 when it is still
+        being loaded, or that is unknown."""
         if name not in self._models:
             await self.refresh(max_age_s=self._settings.discovery_interval_s)
         if name not in self._models and name in self._loaded:
             await self._add(name)
+        if name not in self._models and name in self._loading:
+            raise errors.unavailable(f"The model {name[:128]!r} is being loaded.")
         if name not in self._models:
             raise errors.model_not_found(name)
         return self._models[name]
@@ -115,6 +119,7 @@ class ServedModels:
             if time.monotonic() - self._refreshed_at < max_age_s:
                 return
             index = await self._triton.models()
+            self._loading = {entry.name for entry in index if entry.loading}
             versions: dict[str, list[str]] = {}
             for entry in index:
                 if entry.ready:

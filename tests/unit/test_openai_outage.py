@@ -99,6 +99,17 @@ def test_unloaded_model_is_unavailable_then_unknown(triton: FakeTriton, shim: Sh
     shim.wait_ready()
 
 
+def test_a_model_that_is_being_loaded_is_503(triton: FakeTriton) -> None:
+    """A client tries again after a 503, and not after a 404."""
+    triton.model.loading = True
+    with ShimThread(triton.url) as shim:
+        reply = post(shim)
+        assert reply.status_code == 503
+        assert "being loaded" in reply.json()["error"]["message"]
+        triton.model.loading = False
+        shim.wait_ready()
+
+
 def test_no_server_at_start_is_503() -> None:
     with ShimThread("127.0.0.1:1") as shim:
         assert shim.readiness() == 503
