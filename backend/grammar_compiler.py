@@ -1,8 +1,10 @@
 """Compiles grammars for one vocabulary, in a thread of its own and within limits."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from secrets import token_hex
 from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -60,9 +62,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._vocabulary is None:
-            self._vocabulary = LLTokenizer(
-                self._load_tokenizer().to_json(), self._vocab_size, self._eos_token_ids
-            )
+            tokenizer = _rename_special_tokens(self._load_tokenizer().to_json())
+            self._vocabulary = LLTokenizer(tokenizer, self._vocab_size, self._eos_token_ids)
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
         probe = matcher.deep_copy()
         if not probe.is_error():
@@ -72,3 +73,28 @@ class GrammarCompiler:
         if probe.is_error():
             raise GrammarError(probe.get_error())
         return matcher
+
+
+def _rename_special_tokens(tokenizer: str) -> str:
+    """A tokenizer.json whose special tokens have names that no text holds.
+
+    Text that a grammar leaves no choice about is tokenised; what reads like a special token there
+    is text all the same.
+    """
+    values = json.loads(tokenizer)
+    salt = token_hex(16)
+    names = {
+        item["content"]: f"<{salt}:{item['id']}>"
+        for item in values["added_tokens"]
+        if item["special"]
+    }
+    for item in values["added_tokens"]:
+        item["content"] = names.get(item["content"], item["content"])
+    model = values["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(text, text): idx for text, idx in model["vocab"].items()}
+    else:  # Unigram's pieces and scores
+        model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(values)

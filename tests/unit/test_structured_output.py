@@ -101,6 +101,16 @@ def test_every_finished_text_follows_its_schema(matchers: GrammarMatchers) -> No
     assert num_finished > 0.95 * len(SCHEMAS)
 
 
+@pytest.mark.parametrize("text", ["say <end> now", "<s>a", "</s>", "a</s>"])
+def test_what_reads_like_a_special_token_is_text(matchers: GrammarMatchers, text: str) -> None:
+    assert generate(matchers, grammar_of(guided_choice=[text]), seed=1) == text
+    schema = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
+    schema["additionalProperties"] = False
+    found = generate(matchers, grammar_of(guided_json=schema), seed=2)
+    assert found is not None
+    assert json.loads(found) == {text: text}
+
+
 def grammar_or_error(schema: Any) -> tuple[str | None, RequestError | None]:
     try:
         return grammar_of(guided_json=schema), None
