@@ -216,7 +216,7 @@ def _with_usage(delta: Delta, usage: dict[str, Any]) -> Delta:
 async def _events(reply: httpx.Response) -> AsyncIterator[bytes]:
     reader = EventReader()
     waiting: deque[bytes] = deque()
-    async for piece in reply.aiter_raw():
+    async for piece in reply.aiter_bytes():
         waiting += reader.feed(piece)
         while waiting:
             yield waiting.popleft()

@@ -15,6 +15,7 @@ import httpx
 from shoal.backend.engine_config import ConfigError
 from shoal.client.cli.managed_process import GUARD
 from shoal.client.cli.settings import ServeSettings, api_key_headers
+from shoal.client.event_stream import EventReader
 from shoal.client.openai.tls import trusted_by
 
 START_TIMEOUT_S = 900.0
@@ -60,9 +61,11 @@ class Conversation:
                 if reply.status_code != 200:
                     reply.read()
                     raise ChatError(_error_message(reply))
-                for line in reply.iter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        yield from _pieces(json.loads(line.removeprefix("data: ")))
+                reader = EventReader()
+                for piece in reply.iter_bytes():
+                    for data in reader.feed(piece):
+                        if data != b"[DONE]":
+                            yield from _pieces(json.loads(data))
         except httpx.HTTPError as error:
             raise ChatError(f"The connection to the server failed: {error}") from error
 
@@ -221,9 +224,13 @@ def _get_ok(client: httpx.Client, path: str) -> bool:
 
 def _check_served(client: httpx.Client, model: str) -> None:
     try:
-        names = [str(entry["id"]) for entry in client.get("/v1/models").json()["data"]]
+        reply = client.get("/v1/models")
+        needs_key = reply.status_code == 401
+        names = [] if needs_key else [str(entry["id"]) for entry in reply.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("What listens on the OpenAI port is not Shoal.") from error
+    if needs_key:
+        raise ConfigError("The server wants an API key: set SHOAL_API_KEY to a valid one.")
     if model not in names:
         raise ConfigError(
             f"The running server does not serve {model!r}. It serves: {', '.join(names) or 'none'}."

@@ -263,4 +263,6 @@ def _run_command(settings: ServeSettings, model: str) -> str:
     default_port = ServeSettings.model_fields["openai_port"].default
     port = "" if settings.openai_port == default_port else f" --openai-port {settings.openai_port}"
     host = "" if settings.local_host == "127.0.0.1" else f"SHOAL_HOST={settings.local_host} "
-    return f"{host}shoal run {model}{port}"
+    key = "" if settings.keys_file is None else "SHOAL_API_KEY=KEY "
+    tls = "" if settings.tls_cert is None else f"SHOAL_TLS_CERT={settings.tls_cert} "
+    return f"{key}{tls}{host}shoal run {model}{port}"

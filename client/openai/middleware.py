@@ -68,13 +68,20 @@ class RequestMiddleware:
         finally:
             self._tracker.num_open -= 1
             logger.info(
-                "%s %s %s %d %.0f ms",
+                "%s %s %s %s %d %.0f ms",
                 request_id,
+                key_name(scope),
                 scope["method"],
                 scope["path"][:256].encode("unicode_escape").decode(),
                 status or 499,  # 499: the client left before the first byte
                 (time.monotonic() - started) * 1000,
             )
+
+
+def key_name(scope: Scope) -> str:
+    """Whose key the request came with, for the log."""
+    account = scope["state"].get("account")
+    return "-" if account is None else str(account.key.name)
 
 
 def request_id_of(headers: Headers) -> str:

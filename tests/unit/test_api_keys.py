@@ -214,6 +214,19 @@ def test_the_host_header_opens_nothing(http: httpx.Client) -> None:
         assert http.get("/v1/models", headers={"host": host}).status_code in (400, 401)
 
 
+def test_the_log_names_the_key_and_never_shows_it(
+    http: httpx.Client, make_key: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = make_key("logged")
+    with caplog.at_level("INFO", "shoal"):
+        http.get("/version", headers=bearer(key))
+        http.get("/version", headers=bearer("wrong-one"))
+        wait_until(lambda: " - GET /version 401" in caplog.text, "each request is logged")
+    assert " logged GET /version 200" in caplog.text
+    assert key not in caplog.text
+    assert "wrong-one" not in caplog.text
+
+
 def test_a_key_decides_tenant_and_tier(
     http: httpx.Client, triton: FakeTriton, make_key: Any
 ) -> None:
@@ -479,9 +492,14 @@ def test_serve_refuses_what_the_endpoint_could_not_use(tmp_path: Path) -> None:
 def test_own_commands_send_their_key(
     shim: ShimThread, make_key: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ask = ["run", f"--openai-port={shim.port}", MODEL, "hello"]
+    monkeypatch.delenv("SHOAL_API_KEY", raising=False)
     assert served_models(shim.url) == frozenset()
+    with pytest.raises(ConfigError, match="set SHOAL_API_KEY"):
+        CliRunner().invoke(app, ask, catch_exceptions=False)
     monkeypatch.setenv("SHOAL_API_KEY", make_key("own"))
     assert served_models(shim.url) == {MODEL}
+    assert CliRunner().invoke(app, ask).output == "w0 w1 w2 w3 \n"
 
 
 # Heads of requests

@@ -49,7 +49,8 @@ class FakeApi(BaseHTTPRequestHandler):
         ]
         if question == "break":
             events.append({"error": {"message": "The worker is gone."}})
-        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        texts = [json.dumps(event, ensure_ascii=False) for event in events]
+        lines = "".join(f"data: {text}\n\n" for text in texts)
         self.reply(200, (lines + "data: [DONE]\n\n").encode())
 
     def reply(self, status: int, body: bytes) -> None:
@@ -98,6 +99,10 @@ def test_chat_keeps_the_turns(conversation: Conversation) -> None:
     assert "".join(conversation.ask("hello")) == "1 HELLO"
     assert "".join(conversation.ask("again")) == "3 AGAIN"
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+
+
+def test_odd_line_ends_are_text(conversation: Conversation) -> None:
+    assert "".join(conversation.ask("a\u2028b\x85c")) == "1 A\u2028B\x85C"
 
 
 def test_refused_turn_is_forgotten(conversation: Conversation) -> None:
@@ -210,6 +215,8 @@ def test_ready_text_tells_how_to_chat() -> None:
     assert command(openai_port=9100) == f"shoal run {MODEL} --openai-port 9100"
     assert command(host="0.0.0.0") == f"shoal run {MODEL}"
     assert command(host="10.0.0.7") == f"SHOAL_HOST=10.0.0.7 shoal run {MODEL}"
+    closed = command(keys_file="/k.yaml", tls_cert="/c.pem")
+    assert closed == f"SHOAL_API_KEY=KEY SHOAL_TLS_CERT=/c.pem shoal run {MODEL}"
 
 
 def by_name(findings: list[doctor.Finding]) -> dict[str, doctor.Finding]:
