@@ -25,6 +25,7 @@ INPUTS: dict[str, tuple[str, list[int]]] = {
     "text_input": (_STRING, [1]),
     "messages": (_STRING, [1]),
     "input_ids": ("TYPE_INT64", [-1]),
+    "image": (_STRING, [-1]),
     "stream": (_BOOL, [1]),
     "sampling_parameters": (_STRING, [1]),
     "exclude_input_in_output": (_BOOL, [1]),
@@ -98,6 +99,7 @@ def read_request(request: Any, returns: Returns) -> RawRequest:
         text_input=_read_bytes(request, "text_input"),
         messages=_read_bytes(request, "messages"),
         input_ids=_read_ids(request, "input_ids"),
+        images=_read_files(request, "image"),
         stream=bool(_read_bool(request, "stream")),
         sampling_parameters=_read_bytes(request, "sampling_parameters"),
         parameters=_read_parameters(request),
@@ -288,6 +290,16 @@ def _read_bytes(request: Any, name: str) -> bytes | None:
     if not isinstance(value, bytes):
         raise RequestError(f"{name} must be a string.", param=name, code="invalid_type")
     return value
+
+
+def _read_files(request: Any, name: str) -> list[bytes] | None:
+    array = _read_array(request, name)
+    if array is None:
+        return None
+    files = array.tolist()
+    if not all(isinstance(data, bytes) for data in files):
+        raise RequestError(f"{name} must hold strings.", param=name, code="invalid_type")
+    return files
 
 
 def _read_bool(request: Any, name: str) -> bool | None:

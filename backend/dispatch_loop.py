@@ -248,6 +248,7 @@ class DispatchLoop:
             cache_salt=request_class.cache_salt,
             fork_of=live.seq_id if index else None,
             num_choices=0 if index else request.sampling.n,
+            images=request.images,
         )
         choice = LiveChoice(
             live,
@@ -292,6 +293,7 @@ class DispatchLoop:
                             sequence.urgency,
                             sequence.tpot_s,
                             sequence.fork_of,
+                            sequence.images,
                         )
                     )
                 case Abort(seq_id=seq_id):

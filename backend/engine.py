@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shoal.backend.image_store import ImageStore
 from shoal.backend.kv_mover import KVMover
 from shoal.backend.messages import AddSequence, CacheStatus, MemoryStatus, WorkerStatus
 from shoal.backend.pressure_guard import PressureGuard
@@ -59,6 +60,7 @@ class Engine:
         step_log: StepLog | None = None,
         guard: PressureGuard | None = None,
         mover: KVMover | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -66,6 +68,7 @@ class Engine:
         self._step_log = step_log
         self._guard = guard
         self._mover = mover
+        self._images = images
         self._num_steps = 0
         self._made_progress = True
         self._live: set[int] = set()
@@ -90,7 +93,10 @@ class Engine:
             urgency=message.urgency,
             tpot_s=message.tpot_s,
             arrival_step=self._num_steps,
+            images=tuple(image.span for image in message.images),
         )
+        if self._images is not None:
+            self._images.add(sequence.seq_id, message.images)
         self._live.add(sequence.seq_id)
         if message.fork_of is None:
             self._scheduler.add(sequence)
@@ -106,6 +112,7 @@ class Engine:
             return
         self._live.discard(seq_id)
         self._scheduler.abort(seq_id)
+        self._forget_images(seq_id)
         if self._step_log:
             self._step_log.aborted(seq_id)
 
@@ -135,7 +142,10 @@ class Engine:
             result.scored,
             result.pooled,
         )
-        self._live.difference_update(item.seq_id for item in results if item.finish_reason)
+        for item in results:
+            if item.finish_reason is not None:
+                self._live.discard(item.seq_id)
+                self._forget_images(item.seq_id)
         if self._step_log:
             free_blocks = self._scheduler.free_blocks
             self._step_log.finished(self._num_steps, output, results, free_blocks)
@@ -180,6 +190,10 @@ class Engine:
             results = self._mover.take_results(wait_s)
             self._mover.remove(self._scheduler.take_disk_results(results))
 
+    def _forget_images(self, seq_id: int) -> None:
+        if self._images is not None:
+            self._images.release(seq_id)
+
     def _memory_status(self) -> MemoryStatus:
         guard, host = self._guard, self._scheduler.kv.host
         prefixes = host.prefixes if host else None
@@ -205,6 +219,10 @@ class Engine:
             return f"The sequence leaves no room within {self._limits.max_model_len} tokens."
         if not 0 <= min(message.token_ids) <= max(message.token_ids) < self._limits.vocab_size:
             return f"Token ids must be in [0, {self._limits.vocab_size - 1}]."
+        if message.images and self._images is None:
+            return "This model takes no images."
+        if any(image.span.stop > message.num_prompt_tokens for image in message.images):
+            return "An image lies beyond the prompt."
         return None
 
     def _refuse(self, message: AddSequence, reason: str) -> None:

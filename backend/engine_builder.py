@@ -12,6 +12,7 @@ from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.grammar_compiler import GrammarCompiler
 from shoal.backend.grammar_gate import GrammarGate
 from shoal.backend.grammar_matcher import GrammarMatchers
+from shoal.backend.image_store import ImageStore
 from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_layout import KVLayout
 from shoal.backend.kv_sizing import KVSize, size_kv_cache
@@ -23,6 +24,7 @@ from shoal.backend.model_runner import Model, ModelRunner
 from shoal.backend.models.any_config import ServedConfig
 from shoal.backend.models.native import make_native
 from shoal.backend.models.transformers_model import TransformersModel
+from shoal.backend.models.vision import Vision, load_vision
 from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.runners import FoundWeights, ServedModel, find_weights, load_with_runner
 from shoal.backend.self_test import test_at_start
@@ -62,6 +64,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     dtype = choose_dtype(config.dtype, native)
     loaded = load_with_runner(config, found, dtype, device, progress)
     model = _on_kernels(loaded.model, native, progress)
+    vision = _load_vision(config, loaded, native, dtype, device)
+    images = ImageStore(vision) if vision is not None else None
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
     progress("first step", 0, 0)
@@ -79,7 +83,9 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         loaded.config.eos_token_ids,
     )
     grammars = GrammarMatchers(compiler, 2 * config.max_num_seqs)
-    runner = ModelRunner(model, kv_cache, device, guard, mover, grammars=grammars, native=native)
+    runner = ModelRunner(
+        model, kv_cache, device, guard, mover, grammars=grammars, native=native, images=images
+    )
     parity = test_at_start(config, model, kv_cache, dtype, native is not None, progress)
     ready = WorkerReady(
         num_blocks=size.num_blocks,
@@ -94,10 +100,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         runner=loaded.runner,
         max_num_batched_tokens=config.max_num_batched_tokens,
         parity=parity,
+        images=vision.form if vision is not None else None,
     )
     host = tiers.host if tiers else None
     scheduler = _make_scheduler(config, size, loaded.config.kv_layout, host)
-    engine = Engine(scheduler, runner, _limits(ready), step_log, guard, mover)
+    engine = Engine(scheduler, runner, _limits(ready), step_log, guard, mover, images)
     return GrammarGate(engine, compiler), ready
 
 
@@ -171,6 +178,8 @@ def _able(
     """The native kernels if they can run this model. Asked before the weights are loaded, as their
     dtype depends on it."""
     missing = found.missing_ops(config.quantization) if native else None
+    if native is not None and missing is None and config.images and found.sees_images:
+        missing = "images among a prompt's tokens (images: false runs its text)"
     if missing is None:
         return native
     if config.kernels == "native":
@@ -191,6 +200,31 @@ def _on_kernels(model: ServedModel, native: NativeLibrary | None, progress: Prog
         return model
     progress("packing weights", 0, 0)
     return make_native(model, native)
+
+
+def _load_vision(
+    config: EngineConfig,
+    loaded: ServedWeights,
+    native: NativeLibrary | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Vision | None:
+    """What sees images, where the model has it and can use it; the log says why not."""
+    if config.images is False or isinstance(loaded.model, TransformersModel):
+        return None
+    if loaded.config.image_token_id is None:
+        return None
+    vision, reason = None, "the native kernels run its text alone; set images: true for both"
+    if native is None:
+        vision, reason = load_vision(resolve_weights(config.weights), loaded.config, dtype, device)
+    if vision is not None and vision.form.both_ways:
+        num_tokens = vision.form.max_tokens
+        if num_tokens > config.max_num_batched_tokens:
+            vision = None
+            reason = f"max_num_batched_tokens must be at least {num_tokens} for this model's images"
+    if reason is not None:
+        logger.warning("This model sees images, but they are refused: %s.", reason)
+    return vision
 
 
 def _make_kv_cache(

@@ -63,6 +63,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     prefix_caching: bool = True  # keep computed blocks for requests that begin alike
     prefix_eviction: str = "reuse"  # which cached blocks go first: lru, lfu, or least reusable
+    images: bool | None = None  # take them; None: where no native kernels are given up for it
     num_threads: int | None = None  # CPU threads of the worker; None: all cores
     # Sampling parameters of requests that do not name them, as the model's makers recommend.
     default_sampling: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +95,8 @@ class EngineConfig:
             raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}.")
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError("prefix_caching must be true or false.")
+        if self.images not in (None, True, False):
+            raise ConfigError("images must be true or false.")
         if self.prefix_eviction not in PREFIX_EVICTIONS:
             raise ConfigError(f"prefix_eviction must be one of {', '.join(PREFIX_EVICTIONS)}.")
         if self.step_log is not None and not isinstance(self.step_log, str):

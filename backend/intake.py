@@ -8,6 +8,8 @@ from typing import Any
 import orjson
 
 from shoal.backend.grammar_compiler import GrammarCompiler, GrammarError
+from shoal.backend.image_prompt import ImagePrompter
+from shoal.backend.images import MAX_PIXELS
 from shoal.backend.prompter import ChatUse, Prompter
 from shoal.backend.raw_request import MAX_PROMPT_BYTES as MAX_PROMPT_BYTES
 from shoal.backend.raw_request import ParameterValue as ParameterValue
@@ -23,9 +25,11 @@ from shoal.backend.text.tool_parser import BARE, HERMES, ToolFormat, ToolParser
 from shoal.backend.text.tools import FIELDS as TOOL_FIELDS
 from shoal.backend.text.tools import ToolUse
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.images import PromptImage
 from shoal.scheduler.sampling_params import MAX_CHOICES, SamplingParams
 from shoal.scheduler.session_eviction import LRU
 
+MAX_CHOICE_PIXELS = 4 * MAX_PIXELS  # each choice takes its images to the worker
 MAX_SAMPLING_BYTES = 256 * 1024  # with schemas and tools
 MAX_METADATA_LENGTH = 256  # characters
 MAX_COMPILE_S = 10.0  # that a request waits for its grammar; one takes well under a second
@@ -56,6 +60,7 @@ class PreparedRequest:
     metadata: dict[str, ParameterValue]
     tool_use: ToolUse | None = None
     tool_format: ToolFormat = HERMES
+    images: tuple[PromptImage, ...] = ()
     starts_in_thought: bool | None = None  # None: the answer has no thoughts to part from it
 
     def make_reasoning_parser(self) -> ReasoningParser | None:
@@ -85,8 +90,9 @@ class Intake:
         default_sampling: Mapping[str, Any] | None = None,
         grammars: GrammarCompiler | None = None,
         max_choices: int = MAX_CHOICES,
+        images: ImagePrompter | None = None,
     ) -> None:
-        self.prompter = Prompter(tokenizer, template, max_model_len, vocab_size)
+        self.prompter = Prompter(tokenizer, template, max_model_len, vocab_size, images)
         self._template = template
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -102,7 +108,9 @@ class Intake:
         sampling = self._sampling(values, use.tool_use)
         echo_input = _echo_input(raw, source)
         wants_text = echo_input or sampling.prompt_logprobs is not None
-        token_ids, text = self.prompter.prompt(raw, source, wants_text, use)
+        token_ids, text, images = self.prompter.prompt(raw, source, wants_text, use)
+        if images:
+            _check_goes_with_images(sampling, images)
         sampling = self._fill_in(sampling, len(token_ids), source)
         template = self._template if source == "messages" else None
         splits = template is not None and template.has_reasoning and sampling.grammar is None
@@ -115,6 +123,7 @@ class Intake:
             metadata,
             use.tool_use,
             template.tool_format if template else HERMES,
+            images,
             opens_thought(text) if splits and not use.options.continues else None,
         )
 
@@ -260,6 +269,20 @@ def _check_free_end(sampling: SamplingParams) -> None:
                 "Leave it out.",
                 param=name,
             )
+
+
+def _check_goes_with_images(sampling: SamplingParams, images: tuple[PromptImage, ...]) -> None:
+    for name, is_set in (
+        ("prompt_logprobs", sampling.prompt_logprobs is not None),
+        ("kv_budget", sampling.kv_budget is not None),
+    ):
+        if is_set:
+            raise RequestError(f"{name} cannot be used with images. Leave it out.", param=name)
+    num_pixels = sum(image.height * image.width for image in images)
+    if sampling.n * num_pixels > MAX_CHOICE_PIXELS:
+        raise RequestError(
+            f"n times the pixels of all images must be at most {MAX_CHOICE_PIXELS}.", param="n"
+        )
 
 
 def _without_overridden(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

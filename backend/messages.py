@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from shoal.scheduler.images import PromptImage
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
 
@@ -26,6 +27,7 @@ class AddSequence(msgspec.Struct, frozen=True, tag=True):
     urgency: int = 0
     tpot_s: float | None = None
     fork_of: int | None = None
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in order
 
 
 class AbortSequence(msgspec.Struct, frozen=True, tag=True):
@@ -62,6 +64,24 @@ class ParityReport(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+class ImageForm(msgspec.Struct, frozen=True):
+    """How a model takes images. A text has ``placeholder_id``'s text where one goes; tokens are
+    ``margin``, begin, the image's own, end, ``margin``.
+
+    An image is of ``max_tokens`` tokens, or with a ``patch_size`` of as many as its shape fills.
+    """
+
+    placeholder_id: int
+    image_token_id: int
+    begin_token_id: int
+    end_token_id: int
+    max_tokens: int
+    margin: str = ""
+    both_ways: bool = False  # an image's tokens see each other both ways
+    patch_size: int | None = None  # pixels a side
+    pooling: int = 1  # patches a side of a token
+
+
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded and a first step has run."""
 
@@ -77,6 +97,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     runner: str = "custom"
     max_num_batched_tokens: int | None = None
     parity: ParityReport | None = None  # None: no self-test was asked for
+    images: ImageForm | None = None  # None: the model takes text only
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

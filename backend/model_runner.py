@@ -9,15 +9,17 @@ from typing import Protocol
 import torch
 
 from shoal.backend.engine import RunResult
-from shoal.backend.forward_batch import ForwardBatch, GroupTables, HiddenStates
+from shoal.backend.forward_batch import ForwardBatch, GroupTables, HiddenStates, SoftTokens
 from shoal.backend.grammar_compiler import GrammarError
 from shoal.backend.grammar_matcher import GrammarMatchers
+from shoal.backend.image_store import ImageStore
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.kv_mover import KVMover
 from shoal.backend.logits_rows import LogitsRows, PooledTokens, ScoredTokens
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, describe_token, sample
 from shoal.kernels.native_library import NativeLibrary
+from shoal.scheduler.images import image_cut_by
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
 from shoal.scheduler.sequence import PooledStates, Sequence
 from shoal.scheduler.transfers import only_device_copies
@@ -50,6 +52,7 @@ class ModelRunner:
         mover: KVMover | None = None,
         grammars: GrammarMatchers | None = None,
         native: NativeLibrary | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -58,6 +61,7 @@ class ModelRunner:
         self._mover = mover
         self._grammars = grammars
         self._native = native
+        self._images = images
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunResult:
@@ -94,7 +98,9 @@ class ModelRunner:
         return None
 
     def _run_batch(self, scheduled: Batch, result: RunResult) -> None:
-        batch = build_forward_batch(scheduled, self._kv_cache.block_size, self._device)
+        batch = build_forward_batch(
+            scheduled, self._kv_cache.block_size, self._device, self._images
+        )
         logits = self._model.forward(batch, self._kv_cache)
         if batch.block_mass is not None:
             _record_mass(result, scheduled, batch.block_mass)
@@ -144,7 +150,7 @@ class ModelRunner:
             middle = len(scheduled) // 2
             return [scheduled[:middle], scheduled[middle:]]
         seq_id = scheduled[0].sequence.seq_id
-        if num_tokens > 1 and self._guard is not None:
+        if self._guard is not None and _can_be_shorter(scheduled[0]):
             result.deferred.add(seq_id)
         else:
             logger.error("sequence %d does not fit in the memory that is left", seq_id)
@@ -217,7 +223,10 @@ def _device_is_lost(error: Exception) -> bool:
 
 
 def build_forward_batch(
-    scheduled: SequenceOf[ScheduledSequence], block_size: int, device: torch.device
+    scheduled: SequenceOf[ScheduledSequence],
+    block_size: int,
+    device: torch.device,
+    images: ImageStore | None = None,
 ) -> ForwardBatch:
     """The flat batch of this step's tokens, sequence after sequence."""
     sequences = [item.sequence for item in scheduled]
@@ -247,7 +256,42 @@ def build_forward_batch(
         logits_indices=to_device(LogitsRows.of(scheduled).batch_rows),
         block_mass=block_mass,
         hidden=HiddenStates() if any(s.sampling.pooling for s in sequences) else None,
+        soft_tokens=_soft_tokens(scheduled, images, device) if images is not None else None,
     )
+
+
+def _soft_tokens(
+    scheduled: SequenceOf[ScheduledSequence], images: ImageStore, device: torch.device
+) -> SoftTokens | None:
+    """The embeddings of those tokens of the step that stand for parts of images."""
+    rows: list[int] = []
+    embeddings: list[torch.Tensor] = []
+    spans: list[list[range]] = []
+    first_row = 0
+    for item in scheduled:
+        tokens = _token_range(item)
+        spans.append([])
+        for image in item.sequence.images:
+            start, stop = max(image.start, tokens.start), min(image.stop, tokens.stop)
+            if start >= stop:
+                continue
+            first = first_row + start - tokens.start
+            rows += range(first, first + stop - start)
+            encoded = images.embeddings(image.digest, image.num_tokens)
+            embeddings.append(encoded[start - image.start : stop - image.start])
+            # Only of this step: attention takes another form where there are any.
+            spans[-1].append(image.positions)
+        first_row += item.num_tokens
+    if not rows:
+        return None
+    indices = torch.tensor(rows, dtype=torch.int64).to(device)
+    return SoftTokens(indices, torch.cat(embeddings).to(device), spans)
+
+
+def _can_be_shorter(item: ScheduledSequence) -> bool:
+    """Whether the sequence could go on with fewer tokens: a whole image cannot."""
+    start = item.sequence.num_computed_tokens
+    return item.num_tokens > 1 and image_cut_by(item.sequence.images, start + 1) is None
 
 
 def _group_tables(

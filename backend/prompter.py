@@ -1,9 +1,11 @@
 """Prompts as token ids: chat template, tokeniser, and the limits on both."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.backend.image_prompt import ImagePrompter
+from shoal.backend.images import MAX_BYTES, DecodedImage
 from shoal.backend.raw_request import (
     MAX_PROMPT_BYTES,
     RawRequest,
@@ -11,11 +13,16 @@ from shoal.backend.raw_request import (
     decode_text,
     prompt_source,
 )
-from shoal.backend.text.chat_template import ChatTemplate, parse_messages
+from shoal.backend.text.chat_template import ChatTemplate, ImagePart, parse_messages
 from shoal.backend.text.template_options import TemplateOptions, take_template_options
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.text.tools import ToolUse, take_tools
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.images import PromptImage
+
+MAX_IMAGE_BYTES = 3 * MAX_BYTES  # of all images in messages, as base64
+
+Images = tuple[PromptImage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +56,36 @@ class Prompter:
         template: ChatTemplate | None,
         max_model_len: int,
         vocab_size: int,
+        images: ImagePrompter | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = vocab_size
+        self._images = images
 
     def prompt(
         self, raw: RawRequest, source: str, wants_text: bool, use: ChatUse
-    ) -> tuple[list[int], str]:
-        """Token ids, and the text where it is known or must be echoed."""
+    ) -> tuple[list[int], str, Images]:
+        """Token ids, the text where it is known or must be echoed, and images."""
+        if raw.images is not None:
+            self._check_images(raw.images, source)
         if source == "input_ids":
             assert raw.input_ids is not None
             token_ids = self._check_input_ids(raw.input_ids, self.max_model_len)
-            return token_ids, self._tokenizer.decode(token_ids) if wants_text else ""
+            return token_ids, self._tokenizer.decode(token_ids) if wants_text else "", ()
         if source == "messages":
             return self._chat(raw, use, is_limited=True)
         text = decode_text("text_input", raw.text_input)
         self._check_size(text, "text_input")
-        return self._tokenizer.encode(text, add_bos=True), text
+        if not raw.images or self._images is None:
+            return self._tokenizer.encode(text, add_bos=True), text, ()
+        placed = self._images.place(text, len(raw.images))
+        decoded = self._images.decode_files(raw.images)
+        token_ids = self._tokenizer.encode(
+            self._images.expand(placed, decoded, source), add_bos=True
+        )
+        return token_ids, text, self._images.locate(token_ids, decoded, source)
 
     def tokenize(
         self, raw: RawRequest, values: Mapping[str, Any], add_special_tokens: bool | None
@@ -90,7 +108,7 @@ class Prompter:
         if source == "text_input":
             text = decode_text("text_input", raw.text_input)
             return self._tokenizer.encode(text, add_bos=add_special_tokens is not False)
-        token_ids, _ = self._chat(raw, use, is_limited=False)
+        token_ids, _, _ = self._chat(raw, use, is_limited=False)
         bos = self._tokenizer.bos_token_id
         if add_special_tokens and bos is not None and token_ids[:1] != [bos]:
             token_ids.insert(0, bos)
@@ -110,21 +128,45 @@ class Prompter:
             raise RequestError("input_ids holds too many token ids.", param="input_ids")
         return self._tokenizer.decode(self._check_input_ids(raw.input_ids, len(raw.input_ids)))
 
-    def _chat(self, raw: RawRequest, use: ChatUse, is_limited: bool) -> tuple[list[int], str]:
+    def _chat(
+        self, raw: RawRequest, use: ChatUse, is_limited: bool
+    ) -> tuple[list[int], str, Images]:
         if self._template is None:
             raise RequestError(
                 "This model has no chat template. Send text_input instead of messages.",
                 param="messages",
                 code="unsupported",
             )
-        messages = parse_messages(decode_json("messages", raw.messages, MAX_PROMPT_BYTES))
+        parts: list[ImagePart] | None = None if self._images is None else []
+        max_bytes = MAX_PROMPT_BYTES + (0 if parts is None else MAX_IMAGE_BYTES)
+        messages = parse_messages(decode_json("messages", raw.messages, max_bytes), parts)
         if is_limited:  # before rendering too: a template takes its time over megabytes
-            self._check_size("".join(message["content"] for message in messages), "messages")
+            self._check_size("".join(map(_words, messages)), "messages")
+        decoded: list[DecodedImage] = []
+        if self._images is not None and (parts or raw.images):
+            decoded = self._images.decode_parts(parts or (), raw.images)
         tools = use.tool_use.tools if use.tool_use else ()
         rendered = self._template.render(messages, tools, use.options)
         if is_limited:
             self._check_size(rendered.text, "messages")
-        return rendered.encode(self._tokenizer), rendered.text
+        if self._images is None or not decoded:
+            return rendered.encode(self._tokenizer), rendered.text, ()
+        # Broken up by the mark, a placeholder in a client's own words is none.
+        marked = self._images.expand(rendered.marked, decoded, "messages")
+        token_ids = replace(rendered, marked=marked).encode(self._tokenizer)
+        return token_ids, rendered.text, self._images.locate(token_ids, decoded, "messages")
+
+    def _check_images(self, images: list[bytes], source: str) -> None:
+        if self._images is None:
+            raise RequestError(
+                "image: this model takes text only. Leave it out.",
+                param="image",
+                code="unsupported",
+            )
+        if source == "input_ids" and images:
+            raise RequestError(
+                "image cannot go with input_ids. Send text_input or messages.", param="image"
+            )
 
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit before the tokeniser spends time on all of it."""
@@ -147,3 +189,10 @@ class Prompter:
                     f"input_ids[{idx}] must be in [0, {self._vocab_size - 1}].", param="input_ids"
                 )
         return list(token_ids)
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)

@@ -26,6 +26,7 @@ class RawRequest:
     text_input: str | bytes | None = None
     messages: str | bytes | None = None
     input_ids: list[int] | None = None
+    images: list[bytes] | None = None
     stream: bool = False
     sampling_parameters: str | bytes | None = None
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)

@@ -39,6 +39,10 @@ class FoundWeights:
     source: Checkpoint | None  # None: transformers runs it
     refusal: str | None = None  # why no family written here does
 
+    @property
+    def sees_images(self) -> bool:
+        return self.source is not None and self.source.config.image_token_id is not None
+
     def missing_ops(self, quantization: str) -> str | None:
         """What the native kernels lack to run it; None if they can."""
         if self.source is None:

@@ -22,6 +22,7 @@ from shoal.backend.dispatch_loop import (
 )
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.grammar_compiler import GrammarCompiler
+from shoal.backend.image_prompt import ImagePrompter
 from shoal.backend.intake import Intake, PreparedRequest, RawRequest
 from shoal.backend.metrics import ServiceCounts
 from shoal.backend.orders import Cancelled, Prepared, Rejected, Submitted
@@ -122,6 +123,7 @@ class Service:
             raise loop.start_error
         if loop.ready is None:
             raise ConfigError("the service was stopped while it was starting.")
+        form = loop.ready.images
         self._intake = Intake(
             text.tokenizer,
             text.template,
@@ -132,6 +134,7 @@ class Service:
                 lambda: text.tokenizer, loop.ready.vocab_size, loop.ready.eos_token_ids
             ),
             max_choices=min(MAX_CHOICES, self._config.max_queued_requests),
+            images=ImagePrompter(form, text.tokenizer) if form is not None else None,
         )
 
     def submit(self, raw: RawRequest, sink: Callable[[Chunk], None]) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.images import PromptImage
 from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.policies import Ticket
 from shoal.scheduler.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ class DispatchedSequence:
     cache_salt: bytes = b""  # only sequences of equal salts share cached prefixes
     urgency: int = 0  # see Sequence; set when it is handed over
     tpot_s: float | None = None
+    images: tuple[PromptImage, ...] = ()
     fork_of: int | None = None  # seq_id of another choice of the same request, sent before it
     num_replays: int = 0  # worker deaths since its last token
     worker_id: int | None = None  # None: queued

@@ -9,6 +9,7 @@ from shoal.scheduler.dispatched import Abort, Add, Command, Delivery, Dispatched
 from shoal.scheduler.drain import DrainEstimate
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.fleet import Fleet
+from shoal.scheduler.images import PromptImage
 from shoal.scheduler.lazy_heap import LazyHeap
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.policies import DECODE_WEIGHT, Ticket, make_policy
@@ -135,6 +136,7 @@ class Dispatcher:
         cache_salt: bytes = b"",
         fork_of: int | None = None,
         num_choices: int = 1,
+        images: tuple[PromptImage, ...] = (),
     ) -> list[Delivery]:
         """Queue a sequence; poll next, so that it leaves the queue when a worker has room.
 
@@ -188,6 +190,7 @@ class Dispatcher:
             cache_salt,
             tpot_s=None if tier.tpot_ms is None else tier.tpot_ms / 1000,
             fork_of=fork_of,
+            images=images,
         )
         self._num_added += 1
         self._sequences[seq_id] = sequence

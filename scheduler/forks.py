@@ -106,7 +106,7 @@ class Forks:
 
 def _num_common(parent: Sequence, child: Sequence) -> int:
     most = min(parent.num_tokens, child.num_tokens - 1)
-    ours, theirs = parent.token_ids, child.token_ids
+    ours, theirs = parent.cache_keys, child.cache_keys
     if ours[:most] == theirs[:most]:
         return most
     return next(idx for idx in range(most) if ours[idx] != theirs[idx])

@@ -121,11 +121,11 @@ class KVCacheManager:
         if self.host.prefixes.disk is None:
             return False
         limit = sequence.num_tokens - 1
-        match = self.prefix_tree.match(sequence.cache_salt, sequence.token_ids, limit)
+        match = self.prefix_tree.match(sequence.cache_salt, sequence.cache_keys, limit)
         return self.host.prefixes.must_wait(
             sequence.seq_id,
             sequence.cache_salt,
-            sequence.token_ids,
+            sequence.cache_keys,
             len(match.block_ids),
             limit,
         )
@@ -149,12 +149,12 @@ class KVCacheManager:
         ):
             return
         match = self.prefix_tree.match(
-            sequence.cache_salt, sequence.token_ids, sequence.num_tokens - 1
+            sequence.cache_salt, sequence.cache_keys, sequence.num_tokens - 1
         )
         num_blocks = self._num_usable(match.block_ids)
         if num_blocks < len(match.block_ids):
             match = self.prefix_tree.match(
-                sequence.cache_salt, sequence.token_ids, num_blocks * self.block_size
+                sequence.cache_salt, sequence.cache_keys, num_blocks * self.block_size
             )
         if match.num_tokens:
             self._share(sequence, match)
@@ -194,7 +194,7 @@ class KVCacheManager:
             return
         result = self.prefix_tree.insert(
             sequence.cache_salt,
-            sequence.token_ids[: sequence.num_computed_tokens],
+            sequence.cache_keys[: sequence.num_computed_tokens],
             sequence.block_table,
             sequence.num_output_tokens if finished else None,
         )
@@ -380,7 +380,7 @@ class KVCacheManager:
         if prefixes is None or not host.costs.restoring_pays(self.block_size):
             return None
         start = len(sequence.block_table)
-        path = (sequence.seq_id, sequence.cache_salt, sequence.token_ids)
+        path = (sequence.seq_id, sequence.cache_salt, sequence.cache_keys)
         limit = sequence.num_tokens - 1
         found = prefixes.match(*path, start, limit)
         prefixes.hold(sequence.seq_id, found)  # eviction, for room on the device, wants theirs

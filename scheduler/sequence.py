@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
+from shoal.scheduler.images import ImageSpan, cache_keys
 from shoal.scheduler.sampled_token import SampledToken
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.session_eviction import SessionEviction
@@ -66,6 +67,7 @@ class Sequence:
     num_evicted_tokens: int = 0  # of the computed ones, dropped from the block table
     prompt_logprobs: dict[int, SampledToken] = field(default_factory=dict)  # by position
     pooled: PooledStates | None = None  # where an embedding is wanted
+    images: tuple[ImageSpan, ...] = ()  # of the prompt, in order
 
     def __post_init__(self) -> None:
         assert 0 < self.num_prompt_tokens <= len(self.token_ids)
@@ -74,6 +76,11 @@ class Sequence:
     def block_table(self) -> list[int]:
         """The table of the first KV group, which holds all tokens."""
         return self.block_tables[0]
+
+    @property
+    def cache_keys(self) -> list[int]:
+        """What the prefix cache knows its tokens by; not to be changed."""
+        return cache_keys(self.token_ids, self.images)
 
     @property
     def num_tokens(self) -> int:

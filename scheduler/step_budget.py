@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Many
 
+from shoal.scheduler.images import image_cut_by
 from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.step_pace import StepPace
 
@@ -34,7 +35,45 @@ def share_budget(members: Many[Sequence], budget: int, pace: StepPace) -> dict[i
             portion = max(1, int(budget * _YIELDING_SHARE), pace.tokens_of_base)
             left = min(left, portion)
         _grant(num_tokens, prefills, left)
+    _keep_images_whole(num_tokens, prefills, budget)
     return {seq_id: count for seq_id, count in num_tokens.items() if count}
+
+
+def _keep_images_whole(num_tokens: dict[int, int], prefills: Many[Sequence], budget: int) -> None:
+    """Move the end of a portion that lies inside an image to where the image begins or ends.
+
+    The first of the prefills gets all of its image, if need be in place of others' portions, and
+    even beyond a budget that is short for want of memory; so no image waits for ever.
+    """
+    left = budget - sum(num_tokens.values())
+    for sequence in prefills:
+        if not sequence.images:
+            continue
+        granted = num_tokens.get(sequence.seq_id, 0)
+        start = sequence.num_computed_tokens
+        image = image_cut_by(sequence.images, start + granted)
+        if image is None:
+            continue
+        count = max(0, image.start - start)
+        if not count:
+            whole = image.stop - start
+            if sequence is prefills[0]:
+                left += _take_back(num_tokens, sequence, whole - granted - left)
+            if whole - granted <= left or sequence is prefills[0]:
+                count = whole
+        num_tokens[sequence.seq_id] = count
+        left += granted - count
+
+
+def _take_back(num_tokens: dict[int, int], keeper: Sequence, wanted: int) -> int:
+    """Take at least ``wanted`` tokens of other sequences, the last ones first; how many it was."""
+    taken = 0
+    for seq_id in reversed(list(num_tokens)):
+        if taken >= wanted:
+            break
+        if seq_id != keeper.seq_id:
+            taken += num_tokens.pop(seq_id)
+    return taken
 
 
 def _grant(num_tokens: dict[int, int], prefills: Many[Sequence], budget: int) -> int:

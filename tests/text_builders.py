@@ -13,12 +13,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(add_bos: bool = False, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """One token a byte, with the byte as its id; then <s>, </s> and <end> as special tokens."""
+def make_tokenizer(
+    add_bos: bool = False,
+    chat_template: str | None = CHAT_TEMPLATE,
+    special: tuple[str, ...] = (),
+) -> Tokenizer:
+    """One token a byte, with the byte as its id; then <s>, </s>, <end> and the further ``special``
+    tokens."""
     fast = FastTokenizer(models.BPE(vocab=_byte_of_char(), merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>", "<end>")])
+    fast.add_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>", "<end>", *special)])
     return Tokenizer(
         fast,
         TokenizerSettings(

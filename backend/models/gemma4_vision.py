@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from shoal.backend.engine_config import ConfigError
+from shoal.backend.messages import ImageForm
 from shoal.backend.weights.safetensors import SafetensorsCheckpoint
 
 # What the encoder is called in the checkpoint, and in this module.
@@ -28,9 +29,10 @@ class _Encoder(torch.nn.Module):
 class Gemma4Vision:
     """From pixels to embeddings of the text model's width."""
 
-    def __init__(self, encoder: _Encoder, processor: Any) -> None:
+    def __init__(self, encoder: _Encoder, processor: Any, form: ImageForm) -> None:
         self._encoder = encoder
         self._processor = processor
+        self.form = form
 
     @torch.inference_mode()
     def encode(self, pixels: np.ndarray) -> torch.Tensor:
@@ -86,9 +88,26 @@ def load_gemma4_vision(
         encoder.load_state_dict(tensors, strict=True, assign=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{folder.name}: the image encoder does not fit: {reason}") from error
+        raise ConfigError(
+            f"{folder.name}: the image encoder does not fit: {reason} "
+            "Set images: false to serve text alone."
+        ) from error
     encoder = encoder.to(device).eval().requires_grad_(False)
-    return Gemma4Vision(encoder, processing.Gemma4ImageProcessorPil(**_processor_options(folder)))
+    processor = processing.Gemma4ImageProcessorPil(**_processor_options(folder))
+    return Gemma4Vision(encoder, processor, _form(config, processor))
+
+
+def _form(config: Any, processor: Any) -> ImageForm:
+    return ImageForm(
+        placeholder_id=config.image_token_id,
+        image_token_id=config.image_token_id,
+        begin_token_id=config.boi_token_id,
+        end_token_id=config.eoi_token_id,
+        max_tokens=processor.max_soft_tokens,
+        both_ways=config.text_config.use_bidirectional_attention == "vision",
+        patch_size=processor.patch_size,
+        pooling=processor.pooling_kernel_size,
+    )
 
 
 def _processor_options(folder: Path) -> dict[str, Any]:

@@ -31,20 +31,29 @@ _DEFAULT_OPTIONS = TemplateOptions()
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # one of Unicode's private-use planes
 
 
-def parse_messages(data: Any) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """Where messages have an image. Without a url it comes beside the messages."""
+
+    url: str | None
+    param: str
+
+
+def parse_messages(data: Any, images: list[ImagePart] | None = None) -> list[dict[str, Any]]:
     """Check decoded JSON and return the messages as templates want them: content is a string.
 
     A list of text parts is joined as it is; null content becomes empty. ``developer`` is OpenAI's
-    newer word for ``system``, which templates know.
+    newer word for ``system``, which templates know. For models that see images the content of a
+    user's message with images stays a list of parts, and these images are added to ``images``.
     """
     if not isinstance(data, list):
         raise RequestError("messages must be a list.", param="messages", code="invalid_type")
     if not 1 <= len(data) <= MAX_MESSAGES:
         raise RequestError(f"messages must hold 1 to {MAX_MESSAGES} messages.", param="messages")
-    return [_parse_message(item, f"messages[{idx}]") for idx, item in enumerate(data)]
+    return [_parse_message(item, f"messages[{idx}]", images) for idx, item in enumerate(data)]
 
 
-def _parse_message(item: Any, where: str) -> dict[str, Any]:
+def _parse_message(item: Any, where: str, images: list[ImagePart] | None) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise RequestError(f"{where} must be an object.", param=where, code="invalid_type")
     for key in item:
@@ -61,7 +70,7 @@ def _parse_message(item: Any, where: str) -> dict[str, Any]:
         )
     message = {key: value for key, value in item.items() if value is not None}
     message["role"] = "system" if role == "developer" else role
-    message["content"] = _parse_content(item, where)
+    message["content"] = _parse_content(item, where, images if role == "user" else None)
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str):
             raise _wrong_type(f"{where}.{key}", "a string")
@@ -70,7 +79,9 @@ def _parse_message(item: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _parse_content(item: dict[str, Any], where: str) -> str:
+def _parse_content(
+    item: dict[str, Any], where: str, images: list[ImagePart] | None
+) -> str | list[dict[str, str]]:
     content = item.get("content")
     where = f"{where}.content"
     if content is None:
@@ -85,21 +96,47 @@ def _parse_content(item: dict[str, Any], where: str) -> str:
         return content
     if not isinstance(content, list):
         raise _wrong_type(where, "a string or a list of text parts")
-    return "".join(_parse_part(part, f"{where}[{idx}]") for idx, part in enumerate(content))
+    parts = [_parse_part(part, f"{where}[{idx}]", images) for idx, part in enumerate(content)]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
-def _parse_part(part: Any, where: str) -> str:
+def _parse_part(part: Any, where: str, images: list[ImagePart] | None) -> dict[str, str]:
     if not isinstance(part, dict):
         raise _wrong_type(where, "an object")
-    if part.get("type") != "text":
+    kind = part.get("type")
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise _wrong_type(f"{where}.text", "a string")
+        return {"type": "text", "text": part["text"]}
+    if images is None or kind not in ("image", "image_url"):
+        allowed, reason = "'text'", "this model takes text only"
+        if images is not None:
+            allowed, reason = "'text', 'image_url' or 'image'", "this model takes no other"
         raise RequestError(
-            f"{where}.type must be 'text': this model takes text only.",
+            f"{where}.type must be {allowed}: {reason}.",
             param=f"{where}.type",
             code="unsupported",
         )
-    if not isinstance(part.get("text"), str):
-        raise _wrong_type(f"{where}.text", "a string")
-    return str(part["text"])
+    images.append(_parse_image(part, where))
+    return {"type": "image"}
+
+
+def _parse_image(part: dict[str, Any], where: str) -> ImagePart:
+    if part["type"] == "image":
+        return ImagePart(None, where)
+    where = f"{where}.image_url"
+    value = part.get("image_url")
+    if not isinstance(value, dict) or not isinstance(value.get("url"), str):
+        raise _wrong_type(where, "an object with a url")
+    if value.get("detail", "auto") not in ("auto", None):
+        raise RequestError(
+            f"{where}.detail must be 'auto': the model's own size is used.",
+            param=f"{where}.detail",
+            code="unsupported",
+        )
+    return ImagePart(value["url"], f"{where}.url")
 
 
 def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -1,78 +1,20 @@
 """Images in Gemma 4: the encoder, the merge and the masks equal transformers' bit for bit."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gemma4_forms import SMALL, VARIANTS, fill
+from gemma4_pictures import IMAGE, interleave, make_checkpoint, make_images, their_features
 from paged_runs import make_cache, make_paged_sequence
-from their_sequence import random_ids
-from transformers import Gemma4Config, Gemma4ForConditionalGeneration
-from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.forward_batch import SoftTokens
 from shoal.backend.model_runner import build_forward_batch
 from shoal.backend.models.gemma4_vision import Gemma4Vision, load_gemma4_vision
 from shoal.backend.weights.loader import LoadedModel, load_model
-from shoal.load.tiny_models import aligned
 from shoal.scheduler.outputs import ScheduledSequence
-
-IMAGE, BEGIN, END = 300, 301, 302
-PATCH, MAX_SOFT = 4, 70
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "patch_size": PATCH,
-    "position_embedding_size": 256,
-    "standardize": True,
-}
-
-
-def make_images(count: int) -> list[np.ndarray]:
-    generator = np.random.default_rng(0)
-    shapes = [(20, 50, 3), (64, 16, 3), (33, 31, 3)][:count]
-    return [generator.integers(0, 256, shape, dtype=np.uint8) for shape in shapes]
-
-
-def make_checkpoint(folder: Path, dtype: torch.dtype, variant: str) -> Any:
-    text = SMALL | VARIANTS[variant] | {"sliding_window": 40}
-    if variant != "e2b":  # as in the releases
-        text["use_bidirectional_attention"] = "vision"
-    tokens = {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END}
-    tokens |= {"audio_token_id": 303, "video_token_id": 304}
-    config = Gemma4Config(text_config=text, vision_config=VISION, **tokens)
-    theirs: Any = Gemma4ForConditionalGeneration(config).to(dtype).eval()
-    fill(theirs)
-    theirs.save_pretrained(folder)
-    sizes = {"patch_size": PATCH, "max_soft_tokens": MAX_SOFT, "pooling_kernel_size": 3}
-    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
-    return aligned(Gemma4ForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval())
-
-
-def their_features(theirs: Any, image: np.ndarray) -> Any:
-    processor = Gemma4ImageProcessorPil(patch_size=PATCH, max_soft_tokens=MAX_SOFT)
-    inputs = processor(images=[image], return_tensors="pt", input_data_format="channels_last")
-    with torch.inference_mode():
-        return theirs.get_image_features(
-            inputs["pixel_values"], inputs["image_position_ids"], return_dict=True
-        )
-
-
-def interleave(lengths: list[int]) -> list[int]:
-    """Text before, between and after the images."""
-    ids = random_ids(3, 300, seed=1)
-    for idx, length in enumerate(lengths):
-        ids += [BEGIN, *[IMAGE] * length, END, *random_ids(4, 300, seed=idx)]
-    return ids
 
 
 def image_spans(ids: list[int]) -> list[range]:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from shoal.backend import images
-from shoal.backend.images import decode_image, decode_image_url, decode_image_urls
+from shoal.backend.images import ImageDecoder, decode_image, decode_image_url
 from shoal.scheduler.errors import RequestError
 
 
@@ -134,4 +134,14 @@ def test_size_is_checked_before_base64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_number_of_images_is_limited() -> None:
     with pytest.raises(RequestError, match="at most 16 images"):
-        decode_image_urls(["x"] * 17, "messages")
+        ImageDecoder(17)
+
+
+def test_pixels_of_all_images_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_PIXELS", 1000)
+    decoder = ImageDecoder(2)
+    decoder.decode(encoded(noise(20, 30)), "first")
+    with pytest.raises(RequestError) as caught:
+        decoder.decode(encoded(noise(20, 30)), "second")
+    assert caught.value.param == "second"
+    assert caught.value.code == "image_too_large"
