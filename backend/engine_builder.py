@@ -26,7 +26,13 @@ from shoal.backend.models.native import make_native
 from shoal.backend.models.transformers_model import TransformersModel
 from shoal.backend.models.vision import Vision, load_vision
 from shoal.backend.pressure_guard import PressureGuard
-from shoal.backend.runners import FoundWeights, ServedModel, find_weights, load_with_runner
+from shoal.backend.runners import (
+    FoundWeights,
+    ServedModel,
+    ServedWeights,
+    find_weights,
+    load_with_runner,
+)
 from shoal.backend.self_test import test_at_start
 from shoal.backend.step_log import StepLog
 from shoal.backend.text.tokenizer import Tokenizer

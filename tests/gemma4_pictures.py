@@ -1,5 +1,6 @@
 """Small Gemma 4 checkpoints that see images, and prompts with images for them."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from their_sequence import random_ids
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
+from shoal.backend.forward_batch import SoftTokens
+from shoal.backend.model_runner import build_forward_batch
+from shoal.backend.weights.loader import LoadedModel
 from shoal.load.tiny_models import aligned
+from shoal.scheduler.outputs import ScheduledSequence
 
 IMAGE, BEGIN, END = 300, 301, 302
 PATCH, MAX_SOFT = 4, 70
@@ -64,3 +69,30 @@ def interleave(lengths: list[int]) -> list[int]:
     for idx, length in enumerate(lengths):
         ids += [BEGIN, *[IMAGE] * length, END, *random_ids(4, 300, seed=idx)]
     return ids
+
+
+def image_spans(ids: list[int]) -> list[range]:
+    spans, start = [], None
+    for position, token_id in enumerate([*ids, -1]):
+        if token_id == IMAGE and start is None:
+            start = position
+        elif token_id != IMAGE and start is not None:
+            spans.append(range(start, position))
+            start = None
+    return spans
+
+
+def our_logits(
+    loaded: LoadedModel, kv: Any, sequence: Any, num_tokens: int, features: torch.Tensor | None
+) -> torch.Tensor:
+    batch = build_forward_batch(
+        [ScheduledSequence(sequence, num_tokens)], kv.block_size, torch.device("cpu")
+    )
+    batch = dataclasses.replace(batch, logits_indices=torch.arange(num_tokens))
+    if features is not None:
+        rows = (batch.input_ids == IMAGE).nonzero()[:, 0]
+        soft = SoftTokens(rows, features, [image_spans(sequence.token_ids)])
+        batch = dataclasses.replace(batch, soft_tokens=soft)
+    logits = loaded.model.forward(batch, kv)
+    sequence.num_computed_tokens += num_tokens
+    return logits

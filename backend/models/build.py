@@ -9,6 +9,9 @@ from shoal.backend.models.gemma4 import Gemma4ForCausalLM
 from shoal.backend.models.gemma4_config import Gemma4Config
 from shoal.kernels.quantized_weights import Weight
 
+# Of checkpoints that see images; `vision` reads them.
+IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+
 AnyModel = Decoder | Gemma4ForCausalLM
 
 
@@ -23,7 +26,9 @@ def is_unneeded(name: str, config: AnyConfig) -> bool:
     """Whether a checkpoint may hold a tensor of this name though the model does not take it."""
     if isinstance(config, Gemma4Config):
         return gemma4_weights.is_unneeded(name, config)
-    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+    tied_head = config.tie_word_embeddings and name == config.head_name
+    if config.image_token_id is not None and name.startswith(IMAGE_PARTS):
+        return True
     return tied_head or name.endswith("rotary_emb.inv_freq")
 
 

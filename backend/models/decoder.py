@@ -54,16 +54,18 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, tensors: MutableMapping[str, Weight]) -> None:
         """Take the tensors named by ``weight_shapes`` out of ``tensors``, leaving it empty."""
-        weights = Weights(tensors)
+        weights, prefix = Weights(tensors), config.weight_prefix
         self.config = config
-        self._embed_tokens = weights.take_weight("model.embed_tokens.weight")
+        self._embed_tokens = weights.take_weight(f"{prefix}embed_tokens.weight")
         self._layers = [
-            _take_layer(config, layer, weights, f"model.layers.{idx}")
+            _take_layer(config, layer, weights, f"{prefix}layers.{idx}")
             for idx, layer in enumerate(config.layers)
         ]
-        self._norm = weights.take_norm("model.norm", config.rms_norm_eps, config.unit_offset_norms)
+        self._norm = weights.take_norm(
+            f"{prefix}norm", config.rms_norm_eps, config.unit_offset_norms
+        )
         tied = config.tie_word_embeddings
-        self._lm_head = self._embed_tokens if tied else weights.take_weight("lm_head.weight")
+        self._lm_head = self._embed_tokens if tied else weights.take_weight(config.head_name)
         self._rotaries = make_rotaries(config, self.device)
         self._embedding_scale = None
         if config.embedding_scale is not None:
@@ -82,15 +84,16 @@ class Decoder:
     @staticmethod
     def weight_shapes(config: ModelConfig) -> Shapes:
         """Every tensor that a checkpoint of this model must hold, by its name in safetensors."""
+        prefix = config.weight_prefix
         shapes: Shapes = {
-            "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-            "model.norm.weight": (config.hidden_size,),
+            f"{prefix}embed_tokens.weight": (config.vocab_size, config.hidden_size),
+            f"{prefix}norm.weight": (config.hidden_size,),
         }
         if not config.tie_word_embeddings:
-            shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+            shapes[config.head_name] = (config.vocab_size, config.hidden_size)
         for idx, layer in enumerate(config.layers):
             parts = _layer_shapes(config, layer)
-            shapes.update({f"model.layers.{idx}.{name}": shape for name, shape in parts.items()})
+            shapes.update({f"{prefix}layers.{idx}.{name}": shape for name, shape in parts.items()})
         return shapes
 
     def take_ends(self) -> DecoderEnds:
@@ -123,6 +126,8 @@ class Decoder:
                 group.window,
                 # What sessions evict by is measured where all tokens are kept.
                 block_mass=batch.block_mass if group is layout.groups[0] else None,
+                # Of the families with images all layers read them both ways.
+                spans=batch.soft_tokens.spans if batch.soft_tokens is not None else None,
             )
             for group, tables in zip(layout.groups, batch.groups, strict=True)
         ]
@@ -130,9 +135,7 @@ class Decoder:
             kind: rotary_angles(batch.positions, rotary.inv_freq, self.dtype, rotary.factor)
             for kind, rotary in self._rotaries.items()
         }
-        hidden = embedding(batch.input_ids, self._embed_tokens)  # [num_tokens, hidden_size]
-        if self._embedding_scale is not None:
-            hidden = hidden * self._embedding_scale
+        hidden = self._embed(batch)
         for idx, layer in enumerate(self._layers):
             attended = layer.attention(
                 layer.input_norm(hidden),
@@ -148,6 +151,18 @@ class Decoder:
         if batch.hidden is not None:
             batch.hidden.states = hidden.float()
         return linear(hidden, self._lm_head).float()
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """[num_tokens, hidden_size]; an image's embeddings are not scaled."""
+        input_ids, soft = batch.input_ids, batch.soft_tokens
+        if soft is not None:  # their ids may lie beyond the vocabulary
+            input_ids = input_ids.index_fill(0, soft.rows, 0)
+        hidden = embedding(input_ids, self._embed_tokens)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
+        if soft is not None:
+            hidden = hidden.index_copy(0, soft.rows, soft.embeddings.to(hidden.dtype))
+        return hidden
 
 
 def make_rotaries(config: ModelConfig, device: torch.device) -> dict[RotaryKind, Rotary]:

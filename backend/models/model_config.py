@@ -112,6 +112,8 @@ class ModelConfig:
     embedding_scale: float | None = None
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     experts: ExpertsConfig | None = None
+    image_token_id: int | None = None  # None: the model sees no images
+    weight_prefix: str = "model."  # of the text model in the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -136,6 +138,11 @@ class ModelConfig:
             check_int("bos_token_id", self.bos_token_id, 0, self.vocab_size - 1)
         for token_id in self.eos_token_ids:
             check_int("eos_token_id", token_id, 0, self.vocab_size - 1)
+
+    @property
+    def head_name(self) -> str:
+        """The output projection's tensor in the checkpoint, where it is one of its own."""
+        return self.weight_prefix.removesuffix("model.") + "lm_head.weight"
 
     @property
     def num_layers(self) -> int:

@@ -42,6 +42,8 @@ class NativeDecoder:
 
         Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``.
         """
+        if batch.soft_tokens is not None:
+            raise NotImplementedError("the native kernels do not run images")
         check_ids(batch.input_ids, self.config.vocab_size)
         logits = torch.empty(len(batch.logits_indices), self.config.vocab_size)
         states = None

@@ -9,8 +9,10 @@ import torch
 
 from shoal.backend.messages import ImageForm
 from shoal.backend.models.any_config import ServedConfig
+from shoal.backend.models.gemma3_vision import load_gemma3_vision
 from shoal.backend.models.gemma4_config import Gemma4Config
 from shoal.backend.models.gemma4_vision import load_gemma4_vision
+from shoal.backend.models.model_config import ModelConfig
 
 
 class Vision(Protocol):
@@ -30,8 +32,12 @@ def load_vision(
 
     Raises ConfigError where a tensor of the encoder is missing or wrong.
     """
-    if not isinstance(config, Gemma4Config) or config.image_token_id is None or not path.is_dir():
+    if not isinstance(config, Gemma4Config | ModelConfig):
+        return None, None
+    if config.image_token_id is None or not path.is_dir():
         return None, None
     if importlib.util.find_spec("transformers") is None:
         return None, "the Python package transformers is missing; pip install 'transformers>=5.24'"
-    return load_gemma4_vision(path, dtype, device), None
+    if isinstance(config, Gemma4Config):
+        return load_gemma4_vision(path, dtype, device), None
+    return load_gemma3_vision(path, dtype, device), None

@@ -1,47 +1,22 @@
 """Images in Gemma 4: the encoder, the merge and the masks equal transformers' bit for bit."""
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from gemma4_pictures import IMAGE, interleave, make_checkpoint, make_images, their_features
+from gemma4_pictures import (
+    IMAGE,
+    interleave,
+    make_checkpoint,
+    make_images,
+    our_logits,
+    their_features,
+)
 from paged_runs import make_cache, make_paged_sequence
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.forward_batch import SoftTokens
-from shoal.backend.model_runner import build_forward_batch
 from shoal.backend.models.gemma4_vision import Gemma4Vision, load_gemma4_vision
-from shoal.backend.weights.loader import LoadedModel, load_model
-from shoal.scheduler.outputs import ScheduledSequence
-
-
-def image_spans(ids: list[int]) -> list[range]:
-    spans, start = [], None
-    for position, token_id in enumerate([*ids, -1]):
-        if token_id == IMAGE and start is None:
-            start = position
-        elif token_id != IMAGE and start is not None:
-            spans.append(range(start, position))
-            start = None
-    return spans
-
-
-def our_logits(
-    loaded: LoadedModel, kv: Any, sequence: Any, num_tokens: int, features: torch.Tensor | None
-) -> torch.Tensor:
-    batch = build_forward_batch(
-        [ScheduledSequence(sequence, num_tokens)], kv.block_size, torch.device("cpu")
-    )
-    batch = dataclasses.replace(batch, logits_indices=torch.arange(num_tokens))
-    if features is not None:
-        rows = (batch.input_ids == IMAGE).nonzero()[:, 0]
-        soft = SoftTokens(rows, features, [image_spans(sequence.token_ids)])
-        batch = dataclasses.replace(batch, soft_tokens=soft)
-    logits = loaded.model.forward(batch, kv)
-    sequence.num_computed_tokens += num_tokens
-    return logits
+from shoal.backend.weights.loader import load_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

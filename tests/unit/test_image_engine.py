@@ -1,5 +1,6 @@
 """Images through a whole engine: chunks, cached prefixes, preemption, many at once."""
 
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_sampling, make_scheduler
+from gemma3_pictures import make_gemma3_checkpoint, their_inputs
 from gemma4_pictures import IMAGE, MAX_SOFT, interleave, make_checkpoint, make_images
 
 from shoal.backend.engine_builder import build_engine
@@ -27,7 +29,11 @@ class Served:
     """A checkpoint in an engine of ours, and in transformers."""
 
     def __init__(self, folder: Path, variant: str, **settings: Any) -> None:
-        self.theirs = make_checkpoint(folder, torch.float32, variant)
+        self.is_gemma3 = variant == "gemma3"
+        if self.is_gemma3:
+            self.theirs = make_gemma3_checkpoint(folder, torch.float32)
+        else:
+            self.theirs = make_checkpoint(folder, torch.float32, variant)
         self.config = EngineConfig(
             str(folder),
             dtype="float32",
@@ -72,24 +78,29 @@ class Served:
 
     def expected(self, message: AddSequence, images: list[np.ndarray]) -> list[tuple[int, float]]:
         """transformers' greedy tokens with their log-probabilities."""
-        processor: Any = self.store._encoder._processor
-        inputs = processor(images=images, return_tensors="pt", input_data_format="channels_last")
         ids = torch.tensor([message.token_ids])
         found = []
         with torch.inference_mode():
-            output = self.theirs(
-                ids,
-                pixel_values=inputs["pixel_values"],
-                image_position_ids=inputs["image_position_ids"],
-                mm_token_type_ids=(ids == IMAGE).long(),
-                use_cache=True,
-            )
+            output = self.theirs(ids, use_cache=True, **self._their_images(ids, images))
             for _ in range(NUM_TOKENS):
                 logprobs = output.logits[0, -1].float().log_softmax(-1)
                 token = int(logprobs.argmax())
                 found.append((token, float(logprobs[token])))
                 output = self.theirs(torch.tensor([[token]]), cache=output.cache, use_cache=True)
         return found
+
+    def _their_images(self, ids: torch.Tensor, images: list[np.ndarray]) -> dict[str, Any]:
+        kinds = (ids == IMAGE).long()
+        if self.is_gemma3:
+            pixel_values = their_inputs(images)["pixel_values"]
+            return {"pixel_values": pixel_values, "token_type_ids": kinds}
+        processor: Any = self.store._encoder._processor
+        inputs = processor(images=images, return_tensors="pt", input_data_format="channels_last")
+        return {
+            "pixel_values": inputs["pixel_values"],
+            "image_position_ids": inputs["image_position_ids"],
+            "mm_token_type_ids": kinds,
+        }
 
 
 def assert_same(tokens: list[Any], expected: list[tuple[int, float]]) -> None:
@@ -98,8 +109,16 @@ def assert_same(tokens: list[Any], expected: list[tuple[int, float]]) -> None:
     assert ours == pytest.approx([logprob for _, logprob in expected], abs=1e-5)
 
 
-@pytest.mark.parametrize("budget", [100, 70])
-@pytest.mark.parametrize(("variant", "count"), [("e2b", 2), ("26b_a4b", 3)])
+@pytest.mark.parametrize(
+    ("variant", "count", "budget"),
+    [
+        ("e2b", 2, 100),
+        ("26b_a4b", 3, 100),
+        ("26b_a4b", 3, 70),
+        ("gemma3", 3, 128),
+        ("gemma3", 3, 17),
+    ],
+)
 def test_chunks_equal_transformers(tmp_path: Path, variant: str, count: int, budget: int) -> None:
     served = Served(tmp_path, variant, max_num_batched_tokens=budget, max_num_seqs=2)
     images = make_images(count)
@@ -113,8 +132,9 @@ def test_chunks_equal_transformers(tmp_path: Path, variant: str, count: int, bud
     assert served.engine.status.cache.num_hit_tokens > len(message.token_ids) - 8
 
 
-def test_a_cached_image_is_no_other_image(tmp_path: Path) -> None:
-    served = Served(tmp_path, "31b")
+@pytest.mark.parametrize("variant", ["31b", "gemma3"])
+def test_a_cached_image_is_no_other_image(tmp_path: Path, variant: str) -> None:
+    served = Served(tmp_path, variant)
     first = make_images(2)
     other = [first[0], 255 - first[1]]
     served.run(served.message(1, first))
@@ -173,6 +193,24 @@ def test_images_that_steps_cannot_hold_are_refused(tmp_path: Path) -> None:
         max_num_batched_tokens=MAX_SOFT - 1,
         max_num_seqs=2,
     )
+    assert build_engine(config, lambda *_: None)[1].images is None
+
+
+@pytest.mark.parametrize("variant", ["31b", "gemma3"])
+def test_native_kernels_run_text_alone_unless_images_are_asked_for(
+    tmp_path: Path, variant: str
+) -> None:
+    if variant == "gemma3":
+        make_gemma3_checkpoint(tmp_path, torch.float32)
+    else:
+        make_checkpoint(tmp_path, torch.float32, variant)
+    config = EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=64)
+    ready = build_engine(config, lambda *_: None)[1]
+    assert (ready.kernels, ready.images) in (("native", None), ("reference", ready.images))
+    ready = build_engine(dataclasses.replace(config, images=True), lambda *_: None)[1]
+    assert ready.kernels == "reference"
+    assert ready.images is not None
+    config = dataclasses.replace(config, images=False)
     assert build_engine(config, lambda *_: None)[1].images is None
 
 

@@ -1,17 +1,18 @@
-"""Gemma 3, text: QK-norm, sliding and full layers with a RoPE base each, norms around both halves.
+"""Gemma 3: QK-norm, sliding and full layers with a RoPE base each, norms around both halves.
 
 Source: the Gemma 3 technical report (arXiv:2503.19786) and transformers' Gemma3TextConfig.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.models import gguf_config, hf_config
-from shoal.backend.models.config_values import check_int, check_positive, or_default
+from shoal.backend.models.config_values import check_int, check_positive, or_default, required
 from shoal.backend.models.family import Family, GgufForm
 from shoal.backend.models.gguf_config import GgufDescription
-from shoal.backend.models.model_config import LayerConfig, ModelConfig, RopeConfig
+from shoal.backend.models.model_config import SIZE_LIMITS, LayerConfig, ModelConfig, RopeConfig
 
 GLOBAL_THETA, LOCAL_THETA = 1000000.0, 10000.0
 
@@ -35,6 +36,33 @@ def read_gemma3(config: Mapping[str, Any]) -> ModelConfig:
         attention_scale=scalar**-0.5,
         **_fixed(fields["hidden_size"]),
     )
+
+
+# What Gemma3TextConfig has where a checkpoint's nested config leaves it out.
+_TEXT_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+}
+
+
+def read_gemma3_multimodal(config: Mapping[str, Any]) -> ModelConfig:
+    """``Gemma3ForConditionalGeneration``: its text model, nested as ``text_config``."""
+    text = required(config, "text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError("text_config must hold a mapping.")
+    tied = or_default(config, "tie_word_embeddings", or_default(text, "tie_word_embeddings", True))
+    read = read_gemma3(_TEXT_DEFAULTS | dict(text) | {"tie_word_embeddings": tied})
+    read = replace(read, weight_prefix="language_model.model.")
+    if config.get("vision_config") is None:
+        return read
+    token_id = or_default(
+        config, "image_token_index", or_default(config, "image_token_id", 262_144)
+    )
+    check_int("image_token_index", token_id, 0, SIZE_LIMITS["vocab_size"])
+    return replace(read, image_token_id=token_id)
 
 
 def _fixed(hidden_size: int) -> dict[str, Any]:
@@ -115,7 +143,10 @@ def read_gemma3_gguf(source: GgufDescription) -> ModelConfig:
 
 GEMMA3 = Family(
     "gemma3",
-    hf={"Gemma3ForCausalLM": read_gemma3},
+    hf={
+        "Gemma3ForCausalLM": read_gemma3,
+        "Gemma3ForConditionalGeneration": read_gemma3_multimodal,
+    },
     gguf={
         "gemma3": GgufForm(
             read_gemma3_gguf,
