@@ -275,6 +275,7 @@ def _check_goes_with_images(sampling: SamplingParams, images: tuple[PromptImage,
     for name, is_set in (
         ("prompt_logprobs", sampling.prompt_logprobs is not None),
         ("kv_budget", sampling.kv_budget is not None),
+        ("pooling", sampling.pooling is not None),
     ):
         if is_set:
             raise RequestError(f"{name} cannot be used with images. Leave it out.", param=name)
