@@ -105,6 +105,11 @@ class DispatchLoop:
         return self._draining
 
     @property
+    def num_failed_starts(self) -> int:
+        """Workers in a row that never came up; for the loop's own thread."""
+        return self._keeper.failed_starts
+
+    @property
     def ready(self) -> WorkerReady | None:
         """What the latest worker said it can take."""
         return self._ready

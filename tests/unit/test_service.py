@@ -263,20 +263,35 @@ def test_output_that_cannot_be_processed_fails_its_request_alone(
 def test_only_the_first_worker_tests_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-
-    class Spawned:
-        def __init__(self, config: EngineConfig, run_dir: Path) -> None:
-            asked.append(config.self_test)
-
-    monkeypatch.setattr(service, "WorkerProcess", Spawned)
+    asked = spawned_configs(monkeypatch)
     served = service.Service(EngineConfig("fake", self_test=3), "fake", "1", tmp_path)
     served._spawn()
-    served._loop = SimpleNamespace(ready=None)  # type: ignore[assignment]
+    served._loop = loop_with(ready=None)
     served._spawn()
-    served._loop = SimpleNamespace(ready="a worker was ready")  # type: ignore[assignment]
+    served._loop = loop_with(ready="a worker was ready")
     served._spawn()
-    assert asked == [3, 3, 0]
+    assert [config.self_test for config in asked] == [3, 3, 0]
+
+
+def test_a_disk_folder_that_went_bad_keeps_no_worker_from_coming_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = spawned_configs(monkeypatch)
+    served = service.Service(EngineConfig("fake", kv_disk_dir="kv"), "fake", "1", tmp_path)
+    for num_failed, ready in ((1, None), (0, "a worker was ready"), (1, "a worker was ready")):
+        served._loop = loop_with(ready, num_failed)
+        served._spawn()
+    assert [config.kv_disk_dir for config in asked] == ["kv", "kv", None]
+
+
+def spawned_configs(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    asked: list[EngineConfig] = []
+    monkeypatch.setattr(service, "WorkerProcess", lambda config, run_dir: asked.append(config))
+    return asked
+
+
+def loop_with(ready: object, num_failed_starts: int = 0) -> Any:
+    return SimpleNamespace(ready=ready, num_failed_starts=num_failed_starts)
 
 
 def test_a_hung_worker_is_killed_and_replaced(tmp_path: Path) -> None:
