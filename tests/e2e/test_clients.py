@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -172,6 +173,19 @@ def curl(url: str, body: dict) -> list[str]:
     command = ["curl", "-sN", url, "-H", "content-type: application/json", "-d", json.dumps(body)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return [line for line in result.stdout.splitlines() if line]
+
+
+@pytest.mark.parametrize("prompt", ["The capital of France is", [504, 3575, 282], QUESTION])
+def test_sdk_gives_the_same_over_http(served: Served, prompt: Any) -> None:
+    options = {"max_tokens": 12, "temperature": 0}
+    with Client(served.grpc_url, model=MODEL) as direct, Client(served.openai_url) as http:
+        wanted = direct.generate(prompt, **options)
+        whole = http.generate(prompt, **options)
+        with http.stream(prompt, **options) as stream:
+            text = "".join(delta.text for delta in stream)
+    assert whole.text == text == wanted.text
+    assert whole.finish_reason == stream.finish_reason == wanted.finish_reason
+    assert whole.usage.total_tokens == stream.usage.total_tokens == wanted.usage.total_tokens
 
 
 @needs_node
