@@ -107,6 +107,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         max_num_batched_tokens=config.max_num_batched_tokens,
         parity=parity,
         images=vision.form if vision is not None else None,
+        hidden_size=loaded.config.hidden_size,
     )
     host = tiers.host if tiers else None
     scheduler = _make_scheduler(config, size, loaded.config.kv_layout, host)

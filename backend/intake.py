@@ -91,6 +91,7 @@ class Intake:
         grammars: GrammarCompiler | None = None,
         max_choices: int = MAX_CHOICES,
         images: ImagePrompter | None = None,
+        hidden_size: int = 0,
     ) -> None:
         self.prompter = Prompter(tokenizer, template, max_model_len, vocab_size, images)
         self._template = template
@@ -99,6 +100,7 @@ class Intake:
         self._default_sampling = dict(default_sampling or {})
         self._grammars = grammars
         self._max_choices = max_choices
+        self._hidden_size = hidden_size  # 0: unknown
 
     def prepare(self, raw: RawRequest) -> PreparedRequest:
         """Validate, apply the chat template, tokenise, fill in max_tokens and seed."""
@@ -150,6 +152,10 @@ class Intake:
             sampling = replace(sampling, grammar=grammar)
         if sampling.n > self._max_choices:
             raise RequestError(f"n must be in [1, {self._max_choices}].", param="n")
+        if self._hidden_size and (sampling.dimensions or 0) > self._hidden_size:
+            raise RequestError(
+                f"dimensions must be in [1, {self._hidden_size}].", param="dimensions"
+            )
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         return sampling

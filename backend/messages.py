@@ -98,6 +98,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     max_num_batched_tokens: int | None = None
     parity: ParityReport | None = None  # None: no self-test was asked for
     images: ImageForm | None = None  # None: the model takes text only
+    hidden_size: int = 0  # the most dimensions of an embedding; 0: unknown
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

@@ -135,6 +135,7 @@ class Service:
             ),
             max_choices=min(MAX_CHOICES, self._config.max_queued_requests),
             images=ImagePrompter(form, text.tokenizer) if form is not None else None,
+            hidden_size=loop.ready.hidden_size,
         )
 
     def submit(self, raw: RawRequest, sink: Callable[[Chunk], None]) -> int:

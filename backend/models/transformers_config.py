@@ -15,3 +15,4 @@ class TransformersConfig:
     max_position_embeddings: int
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    hidden_size: int = 0  # 0: it does not say

@@ -188,6 +188,7 @@ def _describe(model: Any, folder: Path) -> TransformersConfig:
         ),
         bos_token_id=text.bos_token_id,
         eos_token_ids=tuple(idx for idx in eos_ids if idx < vocab_size),
+        hidden_size=getattr(text, "hidden_size", None) or 0,
     )
 
 

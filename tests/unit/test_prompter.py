@@ -84,6 +84,20 @@ def test_text_requests_are_refused_by_name() -> None:
     assert TextRequest.from_control('{"op": "status"}') is None
 
 
+def test_an_embedding_has_at_most_the_models_dimensions() -> None:
+    tokenizer = make_tokenizer()
+    intake = Intake(tokenizer, None, 64, 300, {"max_tokens": 5}, hidden_size=32)
+
+    def prepare(dimensions: int) -> SamplingParams:
+        text = json.dumps({"pooling": "mean", "dimensions": dimensions})
+        return intake.prepare(RawRequest(text_input="a", sampling_parameters=text)).sampling
+
+    assert prepare(32).max_tokens == 0  # the defaults are about text
+    with pytest.raises(RequestError) as refused:
+        prepare(33)
+    assert refused.value.param == "dimensions"
+
+
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("content", ["b", "b ", "b</s> x  ", " <s>b\n"])
 def test_continuing_equals_transformers(tmp_path: Path, trims: bool, content: str) -> None:
