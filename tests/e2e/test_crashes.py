@@ -82,6 +82,19 @@ async def test_killed_stub_is_seen_and_brought_back(victim: Served) -> None:
     assert answer.num_output_tokens == 4
 
 
+@pytest.mark.parametrize("name", ["shoal.backend.worker", "triton_python_backend_stub"])
+def test_a_stopped_process_is_not_ready_until_it_goes_on(victim: Served, name: str) -> None:
+    victim.wait_ready(60)
+    process = victim.find_process(name)
+    process.suspend()
+    try:
+        wait_not_ready(victim)
+    finally:
+        process.resume()
+    victim.wait_ready(60)
+    assert victim.find_process(name).pid == process.pid
+
+
 def wait_not_ready(server: Served) -> None:
     deadline = time.monotonic() + 10
     while server.ready():
