@@ -5,6 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,10 +17,13 @@ from shoal.backend.engine_builder import build_engine
 from shoal.backend.engine_config import EngineConfig
 from shoal.backend.image_prompt import num_image_tokens
 from shoal.backend.messages import AddSequence, ImageForm
+from shoal.scheduler.dispatched import Add
+from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.images import ImageSpan, PromptImage, cache_keys
 from shoal.scheduler.prefix_tree import path_digests
 from shoal.scheduler.sampled_token import SampledToken
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.worker_ledger import WorkerCapacity
 
 NUM_TOKENS = 6
 TOKEN = SampledToken(9)
@@ -29,6 +33,7 @@ class Served:
     """A checkpoint in an engine of ours, and in transformers."""
 
     def __init__(self, folder: Path, variant: str, **settings: Any) -> None:
+        self.num_tokens = NUM_TOKENS
         self.is_gemma3 = variant == "gemma3"
         if self.is_gemma3:
             self.theirs = make_gemma3_checkpoint(folder, torch.float32)
@@ -57,7 +62,7 @@ class Served:
             digest = hashlib.sha256(image.tobytes()).digest()
             span = ImageSpan(start, count, digest, self.form.both_ways)
             prompt_images.append(PromptImage(span, *image.shape[:2], image.tobytes()))
-        sampling = make_sampling(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0)
+        sampling = make_sampling(temperature=0.0, max_tokens=self.num_tokens, logprobs=0)
         outputs = fields.pop("outputs", [])
         return AddSequence(
             seq_id, ids + outputs, len(ids), sampling, images=tuple(prompt_images), **fields
@@ -66,8 +71,9 @@ class Served:
     def run(self, *messages: AddSequence) -> dict[int, list[Any]]:
         """The tokens of each, once all have ended."""
         tokens: dict[int, list[Any]] = {message.seq_id: [] for message in messages}
-        for message in messages:
-            self.gate.add(message)
+        for message in messages:  # as it comes over the link
+            data = msgspec.msgpack.encode(message)
+            self.gate.add(msgspec.msgpack.decode(data, type=AddSequence))
         while self.gate.has_unfinished:
             for output in self.gate.step():
                 assert output.error is None, output.error
@@ -82,7 +88,7 @@ class Served:
         found = []
         with torch.inference_mode():
             output = self.theirs(ids, use_cache=True, **self._their_images(ids, images))
-            for _ in range(NUM_TOKENS):
+            for _ in range(self.num_tokens):
                 logprobs = output.logits[0, -1].float().log_softmax(-1)
                 token = int(logprobs.argmax())
                 found.append((token, float(logprobs[token])))
@@ -146,23 +152,29 @@ def test_a_cached_image_is_no_other_image(tmp_path: Path, variant: str) -> None:
     assert 0 < hits <= message.images[1].span.start  # up to the image that differs
 
 
+# All prompts of the following test fit, and what they grow by does not.
+NUM_PROMPT_BLOCKS = 91
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_and_side_by_side(tmp_path: Path, caching: bool) -> None:
     served = Served(
         tmp_path,
         "26b_a4b",
-        num_kv_blocks=110,
-        max_model_len=320,
+        num_kv_blocks=NUM_PROMPT_BLOCKS,
+        max_model_len=200,
         max_num_batched_tokens=80,
         max_num_seqs=4,
         prefix_caching=caching,
     )
+    served.num_tokens = 20
     pictures = make_images(3)
     prompts = [pictures[:1], pictures[1:], [pictures[2], pictures[2]]]
     messages = [served.message(idx, images) for idx, images in enumerate(prompts, 1)]
     found = served.run(*messages)
     for message, images in zip(messages, prompts, strict=True):
         assert_same(found[message.seq_id], served.expected(message, images))
+    assert served.engine.status.num_preemptions > 0
     assert served.store.num_encoded == 3  # each once, whoever has it
 
 
@@ -255,3 +267,17 @@ def test_cache_keys_tell_images_apart() -> None:
     )
     assert path_digests(b"", keys, 4) != path_digests(b"", other, 4)
     assert cache_keys(ids, ()) is ids
+
+
+def test_images_go_with_a_replay() -> None:
+    image = PromptImage(ImageSpan(1, 2, DIGEST), 1, 1, bytes(3))
+    dispatcher = Dispatcher(DispatcherConfig(10))
+    capacity = WorkerCapacity(100, 16, 8, 1600)
+    dispatcher.worker_ready(1, capacity)
+    dispatcher.add(1, [7] * 16, make_sampling(), 0.0, images=(image,))
+    first = dispatcher.poll(0.0)
+    dispatcher.worker_dead(1, 0.0)
+    dispatcher.worker_ready(2, capacity)
+    again = dispatcher.poll(0.0)
+    sent = [command.sequence.images for command in first + again if isinstance(command, Add)]
+    assert sent == [(image,), (image,)]
