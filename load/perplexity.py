@@ -4,7 +4,8 @@
 
 For each format a server of its own is started; the text's tokens go to /v1/completions in windows,
 with ``echo`` and ``logprobs``, and the prompt's own logprobs come back. Windows do not overlap, and
-the first token of each is not scored. Writes a Markdown table.
+the first token of each is not scored. Then transformers scores the same windows with weights that
+others rounded to 4 bits (``weight_references``). Writes a Markdown table.
 """
 
 import json
@@ -28,6 +29,7 @@ import typer
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.weights.catalogue import DEFAULT_MODEL, resolve_weights
 from shoal.load.public_texts import read_text
+from shoal.load.weight_references import REFERENCES, reference_perplexities
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
@@ -42,6 +44,7 @@ def main(
     weights: str = DEFAULT_MODEL,
     dtype: str = "auto",
     port: Annotated[int, typer.Option(help="The first of four for the server.")] = 19170,
+    references: Annotated[str, typer.Option(help="By commas; empty: none.")] = "nearest,q4_0",
     report: Annotated[Path | None, typer.Option(help="Write Markdown there.")] = None,
 ) -> None:
     """Print a table; with --report also write it."""
@@ -49,7 +52,7 @@ def main(
     windows = [ids[start : start + window] for start in range(0, len(ids) - 1, window)]
     lines = [
         f"Perplexity of {weights} ({dtype}) on `{text}`, {len(ids)} tokens in windows of {window}, "
-        "from the prompt logprobs of a running server.",
+        "from the prompt logprobs of a running server; what transformers computed, in its process.",
         "",
         "| weights | perplexity | against the first | seconds |",
         "|---|---|---|---|",
@@ -64,6 +67,13 @@ def main(
         first = first or value
         lines.append(f"| {name} | {value:.3f} | {value / first - 1:+.2%} | {seconds:.0f} |")
         print(lines[-1], flush=True)
+    start = time.monotonic()
+    names = [name for name in references.split(",") if name]
+    found = reference_perplexities(resolve_weights(weights), windows, names)
+    for name, value in found.items():
+        label = REFERENCES[name][0]
+        seconds = (time.monotonic() - start) / len(found)
+        lines.append(f"| {label} | {value:.3f} | {value / first - 1:+.2%} | {seconds:.0f} |")
     print("\n".join(lines))
     if report is not None:
         command = f"Made by `python -m shoal.load.perplexity --text {text} --tokens {tokens}`."
@@ -74,7 +84,7 @@ def main(
 def perplexity(url: str, windows: list[list[int]]) -> float:
     """exp of the mean negative log likelihood of all tokens but the first of each window."""
     total, count = 0.0, 0
-    for window in windows:
+    for idx, window in enumerate(windows):
         body = {
             "model": "scored",
             "prompt": window,
@@ -87,6 +97,7 @@ def perplexity(url: str, windows: list[list[int]]) -> float:
         scores = reply["choices"][0]["logprobs"]["token_logprobs"][1 : len(window)]
         total -= sum(scores)
         count += len(scores)
+        print(f"window {idx + 1} of {len(windows)}: {math.exp(total / count):.3f}", flush=True)
     return math.exp(total / count)
 
 

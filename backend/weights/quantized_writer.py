@@ -52,7 +52,7 @@ def write_quantized(
     shapes = weight_shapes(checkpoint.config)
     check_tensors(checkpoint, shapes, checkpoint.config)
     formats = plan_formats(shapes, scheme)
-    chosen = {name: kind for name, kind in formats.items() if not name.endswith(_ENDS)}
+    chosen = {name: scheme for name in formats if not name.endswith(_ENDS)}
     group_size = _group_size(shapes[name][1] for name in chosen)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".quantizing-") as scratch:
