@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 INT4_BUDGET = 0.32  # of the bytes that the model takes in 16 bits
-_GROUPS = {"int4": 128, "int4_fine": 32}  # input features that share a scale and a zero point
+_GROUPS = {"int4": 128, "int4_fine": 64}  # input features that share a scale and a zero point
 # Products by the ends of their names: w1, w2 and w3 are Mixtral's experts. A router is none.
 _PRODUCTS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 _ENDS = ("lm_head.weight", "embed_tokens.weight")
@@ -25,7 +25,7 @@ def plan_formats(shapes: Mapping[str, tuple[int, ...]], quantization: str) -> di
     fp8 the embedding and the output projection are in int8, which is finer at the same size. With
     int4 the embedding and the output projection, which suffer most, keep 8 bits where the whole
     model then still takes at most 0.32 of its 16-bit size, else they get 4 too. What room is left
-    then goes to groups of 32 ("int4_fine") where they help most.
+    then goes to groups of 64 ("int4_fine") where they help most.
     """
     if quantization == "none":
         return {}

@@ -16,7 +16,7 @@ from shoal.kernels.quantized_weights import (
 )
 
 INT4_GROUP = 128
-INT4_FINE_GROUP = 32  # where the plan finds room for it
+INT4_FINE_GROUP = 64  # where the plan finds room for it
 FP8_MAX = 448.0  # the largest float8_e4m3fn
 _CHUNK_ELEMENTS = 2**24  # worked on at a time, in float32
 # What is tried for int4, of a group's range and of its zero point. A narrower range leaves less
