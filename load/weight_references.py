@@ -3,7 +3,9 @@ compressed-tensors or in llama.cpp's format. What our int4 is compared with."""
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -13,15 +15,16 @@ GROUP = 128
 
 def nearest_int4(weight: torch.Tensor) -> torch.Tensor:
     """Rounded to nearest by compressed-tensors: asymmetric, groups of 128, the last one shorter."""
-    from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-    from compressed_tensors.quantization.utils import calculate_qparams
-
+    quantization = import_module("compressed_tensors.quantization")
+    forward = import_module("compressed_tensors.quantization.lifecycle.forward")
+    parameters = import_module("compressed_tensors.quantization.utils")
     padded = functional.pad(weight, (0, -weight.shape[1] % GROUP))
     groups = padded.view(len(weight), -1, GROUP)
-    args = QuantizationArgs(num_bits=4, strategy="group", group_size=GROUP, symmetric=False)
-    scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-    rounded: torch.Tensor = fake_quantize(padded, scales, zeros, args)
+    args = quantization.QuantizationArgs(
+        num_bits=4, strategy="group", group_size=GROUP, symmetric=False
+    )
+    scales, zeros = parameters.calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    rounded: torch.Tensor = forward.fake_quantize(padded, scales, zeros, args)
     return rounded[:, : weight.shape[1]]
 
 
@@ -51,7 +54,8 @@ def reference_perplexities(
 
     where = {"gguf_file": weights.name} if weights.is_file() else {}
     folder = weights.parent if weights.is_file() else weights
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
+    model.eval()
     products = {
         name: parameter
         for name, parameter in model.named_parameters()
