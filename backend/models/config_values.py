@@ -1,6 +1,6 @@
 """Reading checked values out of a checkpoint's own description."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +31,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
 def check_positive(name: str, value: Any) -> float:
     """Raises ConfigError unless ``value`` is a finite number above 0; returns it."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not value > 0:
+    if not number or not 0 < value <= sys.float_info.max:
         raise ConfigError(f"{name} must be a number above 0.")
     return float(value)
 
@@ -47,4 +47,11 @@ def check_list(name: str, value: Any, length: int) -> list[Any]:
     """Raises ConfigError unless ``value`` is a list of ``length`` items; returns it."""
     if not isinstance(value, list) or len(value) != length:
         raise ConfigError(f"{name} must be a list of {length} items, one a layer.")
+    return value
+
+
+def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Raises ConfigError unless ``value`` is a mapping; returns it."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must hold a mapping.")
     return value

@@ -84,7 +84,8 @@ class Gemma4Config:
         if self.experts is not None:
             _check_experts(self.experts, self.hidden_size)
         check_int("pad_token_id", self.pad_token_id, 0, self.vocab_size - 1)
-        for token_id in (*self.eos_token_ids, self.bos_token_id or 0):
+        bos = 0 if self.bos_token_id is None else self.bos_token_id
+        for token_id in (*self.eos_token_ids, bos):
             check_int("bos_token_id and eos_token_id", token_id, 0, self.vocab_size - 1)
 
     @property

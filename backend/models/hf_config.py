@@ -8,6 +8,7 @@ from shoal.backend.engine_config import ConfigError
 from shoal.backend.models.config_values import (
     check_int,
     check_list,
+    check_mapping,
     check_positive,
     or_default,
     required,
@@ -91,7 +92,7 @@ def sliding_window(config: Mapping[str, Any]) -> int:
 def activation(config: Mapping[str, Any], name: str = "hidden_act", default: str = "silu") -> str:
     """The gated MLP's activation by our own name."""
     value = or_default(config, name, default)
-    if value not in _ACTIVATION_NAMES:
+    if not isinstance(value, str) or value not in _ACTIVATION_NAMES:
         raise ConfigError(f"{name} must be one of {', '.join(_ACTIVATION_NAMES)}.")
     return _ACTIVATION_NAMES[value]
 
@@ -107,19 +108,16 @@ def token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
     """EOS ids of all configs: a generation config often has more than the model config."""
     ids: set[int] = set()
     for config in configs:
-        value = config.get("eos_token_id")
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
-    for token_id in ids:
-        check_int("eos_token_id", token_id, 0, SIZE_LIMITS["vocab_size"])
+        value = or_default(config, "eos_token_id", [])
+        for token_id in value if isinstance(value, list) else [value]:
+            ids.add(check_int("eos_token_id", token_id, 0, SIZE_LIMITS["vocab_size"]))
     return tuple(sorted(ids))
 
 
 def rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
     """``rope_parameters`` of transformers 5, or the older rope_theta and rope_scaling."""
     values = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(values, Mapping):
-        raise ConfigError("rope_parameters must hold a mapping.")
+    check_mapping("rope_parameters", values)
     theta = or_default(values, "rope_theta", or_default(config, "rope_theta", default_theta))
     max_positions = or_default(config, "max_position_embeddings", 2048)
     return rope_from(values, theta, max_positions)
@@ -127,12 +125,13 @@ def rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfi
 
 def rope_from(values: Mapping[str, Any], theta: float, max_positions: int) -> RopeConfig:
     """One set of rope parameters."""
+    check_mapping("rope_parameters", values)
     if or_default(values, "partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("rope partial_rotary_factor must be 1.")
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta=theta)
-    if kind not in _ROPE_READERS:
+    if not isinstance(kind, str) or kind not in _ROPE_READERS:
         known = ", ".join(("default", *_ROPE_READERS))
         raise ConfigError(f"rope type {kind!r} is not supported. Supported: {known}.")
     original = or_default(values, "original_max_position_embeddings", max_positions)

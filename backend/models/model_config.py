@@ -126,7 +126,7 @@ class ModelConfig:
             check_bool(name, getattr(self, name))
         if self.activation not in ACTIVATIONS:
             raise ConfigError(f"activation must be one of {', '.join(ACTIVATIONS)}.")
-        for layer in set(self.layers):
+        for layer in self.layers:
             self._check_layer(layer)
         check_positive("rms_norm_eps", self.rms_norm_eps)
         for name in ("embedding_scale", "attention_scale"):

@@ -53,7 +53,7 @@ def config_from_hf(
     read = _HF_READERS.get(architectures[0]) if isinstance(architectures[0], str) else None
     if read is None:
         raise ConfigError(
-            f"architecture {architectures[0]!r} is not supported. Supported: {known}."
+            f"architecture {architectures[0]!r:.64} is not supported. Supported: {known}."
         )
     if config.get("quantization_config") is not None:
         raise ConfigError("quantization_config: quantised safetensors are not supported; use GGUF.")

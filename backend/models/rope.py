@@ -11,7 +11,7 @@ def rotary_inv_freq(rope: RopeConfig, head_dim: int, device: torch.device) -> to
     """Inverse frequencies, float32 [head_dim / 2]."""
     # Computed on the CPU whatever the device: a power may differ in its last bit elsewhere.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    powers = rope.theta**exponents
+    powers = float(rope.theta) ** exponents
     if rope.kind == "yarn":
         return _yarn_inv_freq(powers, rope, head_dim).to(device)
     inv_freq = 1.0 / powers

@@ -17,6 +17,7 @@ from shoal.kernels.quantized_weights import Weight
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 64 * 2**20
+_MAX_NAME_BYTES = 255
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -163,7 +164,8 @@ def _indexed_files(folder: Path) -> list[Path]:
         raise ConfigError(f"{_INDEX}: weight_map is missing.")
     for name in weight_map.values():
         # Only plain names: an index must not reach out of its folder.
-        if not isinstance(name, str) or name != Path(name).name:
+        is_plain = isinstance(name, str) and name == Path(name).name and name.isprintable()
+        if not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
             raise ConfigError(f"{_INDEX}: weight_map must hold plain file names.")
         if not (folder / name).is_file():
             raise ConfigError(f"{_INDEX}: {name} is missing; fetch the checkpoint again.")

@@ -36,6 +36,9 @@ GGUF: dict[str, Any] = {
     "tokenizer.ggml.eos_token_id": 2,
 }
 
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -126,6 +129,21 @@ def test_rope_of_old_and_new_configs(where: str) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"eos_token_id": 100}, "eos_token_id"),
         ({"eos_token_id": ["2"]}, "eos_token_id"),
+        ({"eos_token_id": [[2]]}, "eos_token_id"),
+        ({"eos_token_id": {}}, "eos_token_id"),
+        ({"head_dim": [8]}, "head_dim"),
+        ({"num_key_value_heads": {}}, "num_kv_heads"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": []}}, "rope type"),
+        ({"rope_theta": 10**400}, "rope theta"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"architectures": [[[]] * 1000]}, "architecture"),
+        (GEMMA3 | {"rope_parameters": {"full_attention": 1}}, "rope_parameters"),
+        (GEMMA3 | {"rope_parameters": {"sliding_attention": []}}, "rope_parameters"),
+        (GEMMA3 | {"rope_scaling": [1]}, "rope_scaling"),
+        (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        (SMOLLM3 | {"no_rope_layer_interval": "4"}, "no_rope_layer_interval"),
+        (QWEN3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers"),
         ({"bos_token_id": -1}, "bos_token_id"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -140,8 +158,9 @@ def test_rope_of_old_and_new_configs(where: str) -> None:
     ],
 )
 def test_bad_hf_config_is_refused_by_name(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as caught:
         config_from_hf(HF | change)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(

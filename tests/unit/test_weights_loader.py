@@ -123,8 +123,9 @@ def test_sharded_folder_loads(folder: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     (folder / "model-00002-of-00002.safetensors").unlink()
     assert "model-00002-of-00002.safetensors is missing" in refusal(folder)
-    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    assert "plain file names" in refusal(folder)
+    for name in ("../model.safetensors", "a" * 256, "a\nb.safetensors", "\ud800"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        assert "plain file names" in refusal(folder)
 
 
 def test_missing_tensor_is_named(folder: Path) -> None:

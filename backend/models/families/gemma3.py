@@ -9,7 +9,13 @@ from typing import Any
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.models import gguf_config, hf_config
-from shoal.backend.models.config_values import check_int, check_positive, or_default, required
+from shoal.backend.models.config_values import (
+    check_int,
+    check_mapping,
+    check_positive,
+    or_default,
+    required,
+)
 from shoal.backend.models.family import Family, GgufForm
 from shoal.backend.models.gguf_config import GgufDescription
 from shoal.backend.models.model_config import SIZE_LIMITS, LayerConfig, ModelConfig, RopeConfig
@@ -99,12 +105,12 @@ def _ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     max_positions = or_default(config, "max_position_embeddings", 131072)
     nested = config.get("rope_parameters")
     if nested is not None:  # transformers 5
-        if not isinstance(nested, Mapping):
-            raise ConfigError("rope_parameters must hold a mapping.")
-        full = or_default(nested, hf_config.FULL, {})
-        local = or_default(nested, hf_config.SLIDING, {})
+        check_mapping("rope_parameters", nested)
+        full = check_mapping("rope_parameters", or_default(nested, hf_config.FULL, {}))
+        local = check_mapping("rope_parameters", or_default(nested, hf_config.SLIDING, {}))
     else:
-        full = or_default(config, "rope_scaling", {}) | _theta(config, "rope_theta")
+        scaling = check_mapping("rope_scaling", or_default(config, "rope_scaling", {}))
+        full = dict(scaling) | _theta(config, "rope_theta")
         local = _theta(config, "rope_local_base_freq")
     return (
         hf_config.rope_from(full, or_default(full, "rope_theta", GLOBAL_THETA), max_positions),

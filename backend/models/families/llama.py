@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.backend.models import gguf_config, hf_config
-from shoal.backend.models.config_values import check_list, or_default
+from shoal.backend.models.config_values import check_int, check_list, or_default
 from shoal.backend.models.family import Family, GgufForm
 from shoal.backend.models.gguf_config import GgufDescription
 from shoal.backend.models.model_config import LayerConfig, ModelConfig
@@ -30,6 +30,7 @@ def read_smollm3(config: Mapping[str, Any]) -> ModelConfig:
     interval = or_default(config, "no_rope_layer_interval", 4)
     rotates = config.get("no_rope_layers")
     if rotates is None:
+        check_int("no_rope_layer_interval", interval, 1, 4096)
         rotates = [(idx + 1) % interval != 0 for idx in range(count)]
     types = hf_config.layer_types(config)
     bias = or_default(config, "attention_bias", False)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shoal.backend.engine_config import ConfigError
 from shoal.backend.models import gguf_config, hf_config
 from shoal.backend.models.config_values import check_int, or_default, required
 from shoal.backend.models.family import Family, GgufForm
@@ -82,6 +83,8 @@ def _layers(config: Mapping[str, Any], head_dim: int | None) -> tuple[LayerConfi
 def _is_sparse(config: Mapping[str, Any], idx: int) -> bool:
     step = check_int("decoder_sparse_step", or_default(config, "decoder_sparse_step", 1), 1, 4096)
     dense = or_default(config, "mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise ConfigError("mlp_only_layers must be a list of layers.")
     return idx not in dense and (idx + 1) % step == 0
 
 
