@@ -72,6 +72,7 @@ class DispatchLoop:
         self._is_closed = False
         self._progress: Progress | None = None
         self._ready: WorkerReady | None = None
+        self._was_refused = False
         self._parity: ParityReport | None = None  # of the first worker, which alone is tested
         self._worker_status: WorkerStatus | None = None
         self._steps_before = 0  # of workers that are gone
@@ -105,9 +106,9 @@ class DispatchLoop:
         return self._draining
 
     @property
-    def num_failed_starts(self) -> int:
-        """Workers in a row that never came up; for the loop's own thread."""
-        return self._keeper.failed_starts
+    def was_refused(self) -> bool:
+        """Whether the last worker that is gone said that it cannot start."""
+        return self._was_refused
 
     @property
     def ready(self) -> WorkerReady | None:
@@ -347,6 +348,7 @@ class DispatchLoop:
 
     def _worker_down(self, event: WorkerDown, now: float) -> None:
         log.error("worker %d is gone: %s", event.worker_id, event.reason)
+        self._was_refused = event.refused
         if self._ready is None:
             prefix = "" if event.refused else "the worker ended while loading: "
             self.start_error = ConfigError(prefix + event.reason)

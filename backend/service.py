@@ -247,12 +247,12 @@ class Service:
 
     def _spawn_worker(self) -> WorkerProcess:
         """The first one tests itself, if that is asked for; who replaces it must be quick, and must
-        not fail for a cache: after one that could not start, the next goes without a disk."""
+        not fail for a cache: after one that refused to start, the next goes without a disk."""
         loop = self._loop
         if loop is None or loop.ready is None:
             return WorkerProcess(self._config, self._run_dir)
         config = replace(self._config, self_test=0)
-        if loop.num_failed_starts and config.kv_disk_dir is not None:
+        if loop.was_refused and config.kv_disk_dir is not None:
             log.warning("the next worker is started without kv_disk_dir")
             config = replace(config, kv_disk_dir=None)
         return WorkerProcess(config, self._run_dir)

@@ -278,8 +278,8 @@ def test_a_disk_folder_that_went_bad_keeps_no_worker_from_coming_back(
 ) -> None:
     asked = spawned_configs(monkeypatch)
     served = service.Service(EngineConfig("fake", kv_disk_dir="kv"), "fake", "1", tmp_path)
-    for num_failed, ready in ((1, None), (0, "a worker was ready"), (1, "a worker was ready")):
-        served._loop = loop_with(ready, num_failed)
+    for refused, ready in ((True, None), (False, "a worker was ready"), (True, "one was ready")):
+        served._loop = loop_with(ready, refused)
         served._spawn()
     assert [config.kv_disk_dir for config in asked] == ["kv", "kv", None]
 
@@ -290,8 +290,8 @@ def spawned_configs(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     return asked
 
 
-def loop_with(ready: object, num_failed_starts: int = 0) -> Any:
-    return SimpleNamespace(ready=ready, num_failed_starts=num_failed_starts)
+def loop_with(ready: object, was_refused: bool = False) -> Any:
+    return SimpleNamespace(ready=ready, was_refused=was_refused)
 
 
 def test_a_hung_worker_is_killed_and_replaced(tmp_path: Path) -> None:
