@@ -18,7 +18,7 @@ from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedFormat, 
 from shoal.kernels.quantized_panels import pack_panels
 from shoal.kernels.quantized_weights import QuantizedWeight
 
-FORMATS = tuple(SCHEMES)
+FORMATS = ("int8", "int4", "fp8")
 BLOCKS = (11, 2, 40, 7, 63, 1, 33, 20, 5, 18, 50, 9, 27)
 SIZES = [(32, 64), (1, 1), (33, 7), (95, 65), (577, 130), (64, 576)]
 
