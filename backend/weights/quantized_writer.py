@@ -4,11 +4,13 @@ vLLM and this loader read. Embedding, output projection and norms stay as they a
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shoal.backend.engine_config import ConfigError
@@ -54,10 +56,7 @@ def write_quantized(
     formats = plan_formats(shapes, scheme)
     chosen = {name: scheme for name in formats if not name.endswith(_ENDS)}
     group_size = _group_size(shapes[name][1] for name in chosen)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".quantizing-") as scratch:
-        folder = Path(scratch) / "checkpoint"
-        folder.mkdir()
+    with _beside(target) as folder:
         for pattern in _KEPT:
             for path in source.glob(pattern):
                 if not path.name.endswith(".index.json"):
@@ -66,7 +65,21 @@ def write_quantized(
         config["quantization_config"] = _description(scheme, group_size)
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         _write_tensors(checkpoint, shapes, chosen, group_size, folder, progress or _ignore)
-        folder.rename(target)
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A folder that becomes ``target`` at the end. Raises ConfigError if it cannot be written."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".quantizing-") as scratch:
+            folder = Path(scratch) / "checkpoint"
+            folder.mkdir()
+            yield folder
+            folder.rename(target)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{target} cannot be written: {reason}.") from error
 
 
 def _write_tensors(

@@ -72,3 +72,14 @@ def test_what_cannot_be_quantised_is_refused_and_leaves_nothing(
         write_quantized(tmp_path / "once", tmp_path / "twice", "int8")
     assert not (tmp_path / "twice").exists()
     assert not list(tmp_path.glob(".quantizing-*"))
+
+
+def test_a_target_that_cannot_be_written_is_an_error_in_one_line(
+    tmp_path: Path, folder: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for target in (tmp_path / "file" / "new", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=rf"{target} cannot be written: [^\n]+\.$"):
+            write_quantized(folder, target, "int8")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link", "tiny"}
