@@ -137,6 +137,7 @@ class Intake:
     def _sampling(self, values: dict[str, Any], tool_use: ToolUse | None) -> SamplingParams:
         if values.get("pooling") is None:  # the defaults are about text
             values = _without_overridden(self._default_sampling, values) | values
+        source = next((name for name in GRAMMAR_FIELDS if values.get(name) is not None), "tools")
         grammar = take_grammar(values)
         if tool_use is not None and tool_use.must_call:
             if grammar is not None:
@@ -148,7 +149,7 @@ class Intake:
         sampling = SamplingParams.from_dict(values)
         if grammar is not None:
             _check_free_end(sampling)
-            self._compile(grammar)
+            self._compile(source, grammar)
             sampling = replace(sampling, grammar=grammar)
         if sampling.n > self._max_choices:
             raise RequestError(f"n must be in [1, {self._max_choices}].", param="n")
@@ -160,14 +161,15 @@ class Intake:
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         return sampling
 
-    def _compile(self, grammar: str) -> None:
-        """Compile as the worker will, so that a refusal comes before anything else is done."""
+    def _compile(self, source: str, grammar: str) -> None:
+        """Compile what the field ``source`` asks for, as the worker will: so a refusal comes before
+        anything else is done."""
         if self._grammars is None:
             return
         try:
             self._grammars.compile(grammar).result(MAX_COMPILE_S)
         except GrammarError as error:
-            raise unusable_grammar("The grammar", str(error)) from None
+            raise unusable_grammar(source, str(error)) from None
         except TimeoutError:
             raise RequestError(
                 "Too many grammars are being compiled. Try again.",

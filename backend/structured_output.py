@@ -23,6 +23,11 @@ MAX_CHOICES = 1024
 MAX_NESTING = 64  # brackets in a grammar or regular expression
 MAX_REASON = 300  # characters of the compiler's own complaint that a client sees
 
+MAX_BOUND = 2**53  # of a number in a schema: what a double holds exactly
+
+_VALUES = ("enum", "const", "default", "examples")  # of a schema: any JSON, no schemas
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
 # Space between JSON's tokens: free, but no model can go on with it for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{0,8}"}
 
@@ -134,8 +139,21 @@ def _check_patterns(param: str, schema: Any) -> None:
         if isinstance(schema.get("patternProperties"), dict):
             for pattern in schema["patternProperties"]:
                 _check_pattern(f"{param}: patternProperties", pattern)
-        for item in schema.values():
-            _check_patterns(param, item)
+        _check_numbers(param, schema)
+        for key, item in schema.items():
+            if key not in _VALUES:
+                _check_patterns(param, item)
+
+
+def _check_numbers(param: str, schema: dict[str, Any]) -> None:
+    """Numbers that the compiler would round, or take for others."""
+    for key in _BOUNDS:
+        bound = schema.get(key)
+        if isinstance(bound, int | float) and abs(bound) > MAX_BOUND:
+            raise _wrong(f"{param}: {key}", f"must be in [-{MAX_BOUND}, {MAX_BOUND}]")
+    step = schema.get("multipleOf")
+    if isinstance(step, int | float) and not step > 0:
+        raise _wrong(f"{param}: multipleOf", "must be above 0")
 
 
 def _check_pattern(param: str, pattern: Any) -> None:

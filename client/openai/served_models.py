@@ -61,8 +61,11 @@ class ServedModel:
         finally:
             self.streams.discard(stream)
 
-    def fail_streams(self, _: HeartbeatMonitor) -> None:
-        error = errors.unavailable(f"The model {self.id!r} stopped answering.")
+    def lose_streams(self, _: HeartbeatMonitor) -> None:
+        self.fail_streams(errors.unavailable(f"The model {self.id!r} stopped answering."))
+
+    def fail_streams(self, error: ShoalError) -> None:
+        """End all running requests; their clients are told why."""
         for stream in list(self.streams):
             stream.fail(error)
 
@@ -175,9 +178,14 @@ class ServedModels:
             self._triton, name, version, lost_after_s=self._settings.lost_after_s
         )
         model = ServedModel(model_id, name, version, monitor)
-        monitor.on_lost.append(model.fail_streams)
+        monitor.on_lost.append(model.lose_streams)
         self._models[model_id] = model
         monitor.start()
+
+    def fail_streams(self, error: ShoalError) -> None:
+        """End all running requests of all models."""
+        for model in self._models.values():
+            model.fail_streams(error)
 
     def _split(self, model_id: str) -> tuple[str, str]:
         """Name and version. A model's own name may hold an @."""

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
+from shoal.client.errors import draining
 from shoal.client.openai.app import create_app
 from shoal.client.openai.http_protocol import limited_protocol
 from shoal.client.openai.middleware import RequestTracker
@@ -17,6 +19,7 @@ from shoal.client.openai.tls import check_tls
 logger = logging.getLogger("shoal.openai")
 
 DRAIN_POLL_S = 0.05
+CUT_OFF_S = 1.0  # for the last words to those who are cut off
 
 
 class PortTakenError(OSError):
@@ -27,8 +30,16 @@ class DrainingServer(uvicorn.Server):
     """On the first SIGTERM or SIGINT goes on listening (readiness says no, new requests get 503)
     until the open answers are finished or the time is up; on the second stops at once."""
 
-    def __init__(self, config: uvicorn.Config, tracker: RequestTracker, timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        tracker: RequestTracker,
+        timeout_s: float,
+        cut_off: Callable[[], None],
+    ) -> None:
+        """``cut_off`` ends the answers that are still open when the time is up."""
         super().__init__(config)
+        self._cut_off = cut_off
         self._tracker = tracker
         self._drain_timeout_s = timeout_s
         self._drain_task: asyncio.Task[None] | None = None
@@ -51,12 +62,17 @@ class DrainingServer(uvicorn.Server):
         self._drain_task = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        deadline = asyncio.get_running_loop().time() + self._drain_timeout_s
-        while self._tracker.num_open and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(DRAIN_POLL_S)
+        await self._wait_for_open(self._drain_timeout_s)
         if self._tracker.num_open:
             logger.warning("%d requests cut off by the drain timeout", self._tracker.num_open)
+            self._cut_off()
+            await self._wait_for_open(CUT_OFF_S)
         self.should_exit = True
+
+    async def _wait_for_open(self, timeout_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._tracker.num_open and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
 
 
 def make_server(settings: ShimSettings) -> DrainingServer:
@@ -78,7 +94,13 @@ def make_server(settings: ShimSettings) -> DrainingServer:
         ssl_keyfile=settings.tls_key,
         timeout_keep_alive=65,  # longer than that of usual proxies, so that they close first
     )
-    return DrainingServer(config, app.state.shim.tracker, settings.drain_timeout_s)
+    shim = app.state.shim
+    return DrainingServer(
+        config,
+        shim.tracker,
+        settings.drain_timeout_s,
+        lambda: shim.served.fail_streams(draining()),
+    )
 
 
 def listen(settings: ShimSettings) -> socket.socket:

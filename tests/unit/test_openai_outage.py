@@ -1,5 +1,6 @@
 """The shim when the model, the server behind it, or the shim itself goes away."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -154,15 +156,21 @@ class ShimProcess:
             return 0
 
 
-@pytest.fixture
-def process(triton: FakeTriton) -> Iterator[ShimProcess]:
-    shim = ShimProcess(triton, "--drain-timeout=20")
+@contextlib.contextmanager
+def running_process(triton: FakeTriton, *flags: str) -> Iterator[ShimProcess]:
+    shim = ShimProcess(triton, *flags)
     try:
         wait_until(lambda: shim.status("/health/ready") == 200, "not ready", 60)
         yield shim
     finally:
         shim.process.kill()
         shim.process.communicate()
+
+
+@pytest.fixture
+def process(triton: FakeTriton) -> Iterator[ShimProcess]:
+    with running_process(triton, "--drain-timeout=20") as shim:
+        yield shim
 
 
 def test_sigterm_drains(triton: FakeTriton, process: ShimProcess) -> None:
@@ -191,6 +199,28 @@ def test_sigterm_drains(triton: FakeTriton, process: ShimProcess) -> None:
     assert '"content":"b"' in text
     assert text.strip().endswith("data: [DONE]")
     assert process.process.wait(10) == 0
+
+
+def test_who_is_cut_off_by_the_drain_timeout_is_told(triton: FakeTriton) -> None:
+    def never_done(request: Request) -> Iterator[Piece]:
+        return endless(request) if request.inputs["stream"] else iter([Piece(delay_s=3600)])
+
+    with running_process(triton, "--drain-timeout=0.5") as shim:
+        triton.model.script = never_done
+        url = f"{shim.url}/v1/chat/completions"
+        with ThreadPoolExecutor(1) as pool:
+            whole = pool.submit(httpx.post, url, json=CHAT, timeout=30)
+            with httpx.stream("POST", url, json={**CHAT, "stream": True}, timeout=30) as answer:
+                lines = answer.iter_lines()
+                assert "assistant" in next(lines)
+                wait_until(lambda: len(triton.model.requests) == 2, "not both are running")
+                shim.process.send_signal(signal.SIGTERM)
+                events = [line for line in lines if line]
+            assert whole.result().status_code == 503
+            assert whole.result().json()["error"]["code"] == "draining"
+        error = json.loads(events[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "draining"
+        assert shim.process.wait(10) == 0
 
 
 def test_second_signal_stops_at_once(triton: FakeTriton, process: ShimProcess) -> None:

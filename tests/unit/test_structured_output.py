@@ -240,6 +240,9 @@ DEEP = "(" * 60_000 + "a" + ")" * 60_000
         ({"guided_json": {"type": "string", "pattern": "("}}, "guided_json"),
         ({"guided_json": {"type": "string", "pattern": "(?=a)b"}}, "guided_json"),
         ({"guided_json": {"items": {"pattern": DEEP}}}, "guided_json"),
+        ({"guided_json": {"type": "integer", "minimum": 10**40}}, "guided_json"),
+        ({"guided_json": {"type": "integer", "exclusiveMaximum": -(2**53) - 1}}, "guided_json"),
+        ({"guided_json": {"type": "integer", "multipleOf": -3}}, "guided_json"),
         ({"guided_json": {"type": "object", "patternProperties": {DEEP: {}}}}, "guided_json"),
         ({"guided_regex": DEEP}, "guided_regex"),
         ({"guided_regex": "(" * 100 + ")" * 100}, "guided_regex"),
@@ -260,6 +263,12 @@ def test_what_cannot_be_used_is_refused_by_name(fields: dict[str, Any], param: s
     error = refused(**fields)
     assert error.param == param
     assert len(error.message) < 600
+
+
+def test_values_in_a_schema_are_no_schemas(matchers: GrammarMatchers) -> None:
+    value = {"pattern": "(", "multipleOf": -1}
+    assert generate(matchers, grammar_of(guided_json={"const": value}), 0, 5000) is not None
+    grammar_of(guided_json={"type": "integer", "default": value, "minimum": -(2**53)})
 
 
 def test_a_matcher_that_was_dropped_is_built_again(matchers: GrammarMatchers) -> None:
