@@ -80,6 +80,7 @@ class ServedModels:
         self._models: dict[str, ServedModel] = {}
         self._foreign: set[str] = set()  # loaded models of other backends
         self._loaded: set[str] = set()  # ids
+        self._shown: set[str] = set()  # those of the loaded ids that are listed
         self._loading: set[str] = set()  # names
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -101,7 +102,9 @@ class ServedModels:
         return list(self._models.values())
 
     def listed(self) -> list[ServedModel]:
-        return [model for model in self._models.values() if model.listed]
+        """The models, and those versions that a client has to choose from."""
+        shown = self._shown
+        return [model for model in self._models.values() if model.listed and model.id in shown]
 
     async def find(self, name: str) -> ServedModel:
         """The model of that name. Raises ShoalError 404 when there is none, 503 when it is still
@@ -150,6 +153,7 @@ class ServedModels:
             self._loaded |= of_version
             if len(numbers) > 1:
                 shown |= of_version
+        self._shown = shown
         for model_id in sorted(shown - set(self._models)):
             await self._add(model_id)
         now = time.monotonic()

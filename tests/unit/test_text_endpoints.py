@@ -76,6 +76,7 @@ def test_the_only_version_has_a_name_too(http: httpx.Client, triton: FakeTriton)
     body = {"model": f"{MODEL}@1", "prompt": "a", "max_tokens": 1}
     assert http.post("/v1/completions", json=body).status_code == 200
     assert triton.model.requests[-1].version == "1"
+    assert f"{MODEL}@1" not in {entry["id"] for entry in http.get("/v1/models").json()["data"]}
     for wrong in (f"{MODEL}@2", f"{MODEL}@", f"{MODEL}@x", "@1", f"{MODEL}@1@1"):
         answer = http.post("/v1/completions", json={**body, "model": wrong})
         assert answer.status_code == 404, wrong
