@@ -132,6 +132,26 @@ def test_ten_sequences_of_memory_for_forty(tiny):
         assert result.texts == alone
 
 
+@pytest.mark.parametrize("sampled", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+def test_one_and_a_half_sequences_of_memory_for_thirty_two(tiny, sampled):
+    def sequences():
+        return [
+            make_sequence(i, 13 + i % 5, prompt_seed=3 * i, max_tokens=20, **sampled)
+            for i in range(32)
+        ]
+
+    expected = generate(tiny, sequences(), num_blocks=1000, max_num_seqs=32)
+    assert expected.scheduler.num_preemptions == 0
+    tight = {"num_blocks": 15, "max_model_len": 40, "max_num_seqs": 32}  # one takes up to 10
+    checkpoints = {"host_blocks": 400, "return_costs": CHEAP}
+    for options, has_checkpoints in (({}, False), (checkpoints, True)):
+        result = generate(tiny, sequences(), **tight, **options)
+        assert result.scheduler.num_preemptions > 10
+        host = result.scheduler.kv.host
+        assert (host is not None and host.num_restores > 10) == has_checkpoints
+        assert result.texts == expected.texts
+
+
 def test_a_hybrid_model_is_checkpointed_group_by_group(hybrid, sampling):
     options = {"windows": [(11, 400)], "max_num_batched_tokens": 16, "max_num_seqs": 4}
     room = generate(hybrid, make_sequences(**sampling), num_blocks=400, **options)
