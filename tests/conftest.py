@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from openai_document import FINDINGS
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.text.tokenizer import Tokenizer
@@ -18,6 +20,13 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 _PULL = "from shoal.client.cli.app import main; main()"
+
+
+@pytest.fixture(autouse=True)
+def answers_follow_the_document() -> Iterator[None]:
+    """Whatever a test got from the OpenAI endpoints is as OpenAI's document has it."""
+    yield
+    assert not (found := FINDINGS.take()), "\n".join(found)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import httpx
+from openai_document import CheckedApp
 
 from shoal.client.openai.server import DrainingServer, listen, make_server
 from shoal.client.openai.settings import ShimSettings
@@ -13,7 +14,8 @@ START_TIMEOUT_S = 20.0
 
 
 class ShimThread:
-    """Starts the shim on a free port and stops it at the end of the ``with``."""
+    """Starts the shim on a free port and stops it at the end of the ``with``. What it answers is
+    checked against OpenAI's document (``openai_document``)."""
 
     def __init__(self, triton_grpc: str, **settings: Any) -> None:
         self._settings = ShimSettings(
@@ -22,6 +24,8 @@ class ShimThread:
         self._listener = listen(self._settings)
         self.port = self._listener.getsockname()[1]
         self.server: DrainingServer = make_server(self._settings)
+        self.app: Any = self.server.config.app
+        self.server.config.app = CheckedApp(self.app)
         self._thread = threading.Thread(
             target=self.server.run, kwargs={"sockets": [self._listener]}, daemon=True
         )

@@ -135,8 +135,6 @@ class ResponsesBody(LabelledBody):
             "model": self.model,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
-            "safety_identifier": self.safety_identifier,
-            "prompt_cache_key": self.prompt_cache_key,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": self._text_format()},
             "tool_choice": "auto" if self.tool_choice is None else self.tool_choice,
@@ -147,7 +145,7 @@ class ResponsesBody(LabelledBody):
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
-            "user": self.user,
+            **given(self, ("user", "safety_identifier", "prompt_cache_key")),  # never null
         }
 
 

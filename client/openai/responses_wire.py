@@ -78,13 +78,13 @@ class ResponsesWire:
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         is_cut = status == "incomplete"
-        return {
+        response = {
             **self._head,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
-            "usage": None if usage is None else usage_body(usage),
         }
+        return response if usage is None else {**response, "usage": usage_body(usage)}
 
     def _finish(self, usage: Usage) -> tuple[dict[str, Any], bytes]:
         status = "incomplete" if self._finish_reason == "length" else "completed"
@@ -183,7 +183,7 @@ class ResponsesWire:
         done = {"output_index": where["output_index"], "item": item}
         events: list[Event] = []
         if item["type"] == "function_call":
-            values = {**where, "arguments": item["arguments"]}
+            values = {**where, "name": item["name"], "arguments": item["arguments"]}
             events.append(("response.function_call_arguments.done", values))
         else:
             part, where = item["content"][0], {**where, "content_index": 0}

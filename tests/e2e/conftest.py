@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openai_document import check_httpx
 from served import Served, serve
+
+check_httpx()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -167,7 +167,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_route_but_liveness_needs_a_key(http: httpx.Client, shim: ShimThread) -> None:
     routes = [
         (method, route.path.replace("{model_id:path}", MODEL))
-        for route in shim.server.config.app.routes  # type: ignore[union-attr]
+        for route in shim.app.routes
         for method in route.methods
     ]
     routes += [("GET", "/nowhere"), ("GET", "/health/live/x"), ("GET", "//health/live")]
