@@ -254,6 +254,7 @@ class DispatchLoop:
             cache_salt=request_class.cache_salt,
             fork_of=live.seq_id if index else None,
             num_choices=0 if index else request.sampling.n,
+            num_prompts=request_class.num_prompts,
             images=request.images,
         )
         choice = LiveChoice(

@@ -32,6 +32,7 @@ class RunResult:
     scored: dict[int, dict[int, SampledToken]] = field(default_factory=dict)
     # What was pooled so far, of the sequences that want an embedding.
     pooled: dict[int, PooledStates] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)  # why a request's own grammar broke
 
 
 class Runner(Protocol):
@@ -141,6 +142,7 @@ class Engine:
             result.block_mass,
             result.scored,
             result.pooled,
+            result.refused,
         )
         for item in results:
             if item.finish_reason is not None:

@@ -8,12 +8,11 @@ import msgspec
 from shoal.backend.engine import Engine
 from shoal.backend.grammar_compiler import GrammarCompiler
 from shoal.backend.messages import AddSequence, WorkerStatus
+from shoal.backend.structured_output import unusable_grammar
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.sequence import FinishReason
 
 POLL_S = 0.005  # while nothing else is to be done
-
-GRAMMAR_REFUSED = "The grammar of this request cannot be compiled for this model: {}"
 
 
 class GrammarGate:
@@ -78,11 +77,13 @@ class GrammarGate:
 
 
 def _refusal(message: AddSequence, error: BaseException) -> StepOutput:
-    reason = " ".join(str(error).split())[:300]
+    """Intake compiles what comes here, so this is rare; the grammar is at fault all the same."""
+    param = message.sampling.grammar_param or "grammar"
     return StepOutput(
         message.seq_id,
         len(message.token_ids) - message.num_prompt_tokens,
         token=None,
         finish_reason=FinishReason.ERROR,
-        error=GRAMMAR_REFUSED.format(reason),
+        error=unusable_grammar(param, str(error)).message,
+        error_param=param,
     )

@@ -36,7 +36,16 @@ MAX_COMPILE_S = 10.0  # that a request waits for its grammar; one takes well und
 
 # Request parameters that are about the way of a request, not about sampling.
 METADATA_NAMES = frozenset(
-    {"cache_salt", "request_id", "slo_class", "tenant", "timeout", "traceparent", "tracestate"}
+    {
+        "cache_salt",
+        "num_prompts",
+        "request_id",
+        "slo_class",
+        "tenant",
+        "timeout",
+        "traceparent",
+        "tracestate",
+    }
 )
 # Of these, what a client may also write into its sampling parameters.
 SAMPLING_METADATA_NAMES = ("slo_class", "timeout")
@@ -137,7 +146,7 @@ class Intake:
     def _sampling(self, values: dict[str, Any], tool_use: ToolUse | None) -> SamplingParams:
         if values.get("pooling") is None:  # the defaults are about text
             values = _without_overridden(self._default_sampling, values) | values
-        source = next((name for name in GRAMMAR_FIELDS if values.get(name) is not None), "tools")
+        source = next((name for name in GRAMMAR_FIELDS if values.get(name) is not None), "")
         grammar = take_grammar(values)
         if tool_use is not None and tool_use.must_call:
             if grammar is not None:
@@ -145,12 +154,12 @@ class Intake:
                     "tool_choice that forces a call cannot be used with structured output.",
                     param="tool_choice",
                 )
-            grammar = json_grammar("tools", tool_use.schema())
+            source, grammar = "tools", json_grammar("tools", tool_use.schema())
         sampling = SamplingParams.from_dict(values)
         if grammar is not None:
             _check_free_end(sampling)
             self._compile(source, grammar)
-            sampling = replace(sampling, grammar=grammar)
+            sampling = replace(sampling, grammar=grammar, grammar_param=source)
         if sampling.n > self._max_choices:
             raise RequestError(f"n must be in [1, {self._max_choices}].", param="n")
         if self._hidden_size and (sampling.dimensions or 0) > self._hidden_size:

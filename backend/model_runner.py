@@ -18,6 +18,7 @@ from shoal.backend.kv_mover import KVMover
 from shoal.backend.logits_rows import LogitsRows, PooledTokens, ScoredTokens
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, describe_token, sample
+from shoal.backend.structured_output import unusable_grammar
 from shoal.kernels.native_library import NativeLibrary
 from shoal.scheduler.images import image_cut_by
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
@@ -27,7 +28,6 @@ from shoal.scheduler.transfers import only_device_copies
 logger = logging.getLogger(__name__)
 
 FORWARD_FAILED = "The model failed on this sequence; the server's log has the cause."
-GRAMMAR_FAILED = "The grammar of this request became too complex. Simplify it."
 OUT_OF_MEMORY = "The server has too little memory left for this sequence."
 
 Batch = tuple[ScheduledSequence, ...]
@@ -118,7 +118,7 @@ class ModelRunner:
         if rows.scored or rows.pooled:
             logits = logits[rows.sampled]
         allowed = self._allowed_tokens(sequences, logits.shape[-1], result)
-        whole = [i for i, item in enumerate(sequences) if item.seq_id not in result.failed]
+        whole = [i for i, item in enumerate(sequences) if item.seq_id not in result.refused]
         if len(whole) < len(sequences):
             logits, sequences = logits[whole], [sequences[row] for row in whole]
         tokens = sample(logits, sequences, allowed, self._native)
@@ -128,7 +128,7 @@ class ModelRunner:
     def _allowed_tokens(
         self, sequences: list[Sequence], vocab_size: int, result: RunResult
     ) -> dict[int, torch.Tensor]:
-        """By seq_id, of those that follow a grammar. One whose grammar breaks fails."""
+        """By seq_id, of those that follow a grammar. One whose grammar breaks is refused."""
         allowed: dict[int, torch.Tensor] = {}
         for sequence in sequences:
             if sequence.sampling.grammar is None:
@@ -137,8 +137,9 @@ class ModelRunner:
             try:
                 allowed[sequence.seq_id] = self._grammars.allowed_tokens(sequence, vocab_size)
             except GrammarError as error:
-                logger.error("sequence %d left its grammar: %s", sequence.seq_id, error)
-                result.failed[sequence.seq_id] = GRAMMAR_FAILED
+                logger.info("the grammar of sequence %d broke: %s", sequence.seq_id, error)
+                param = sequence.sampling.grammar_param or "grammar"
+                result.refused[sequence.seq_id] = unusable_grammar(param, str(error)).message
         return allowed
 
     def _after_failed_allocation(self, scheduled: Batch, result: RunResult) -> list[Batch]:

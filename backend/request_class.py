@@ -16,6 +16,7 @@ from shoal.backend.intake import (
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.tiers import DEFAULT_TENANT, Tier, TierTable, tenant_name
 
+MAX_PROMPTS = 65536
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 HEADER_PREFIX = "x-shoal-"
 
@@ -26,6 +27,7 @@ class RequestClass:
     tier: Tier
     timeout_s: float | None  # from submission to the last token
     cache_salt: bytes = b""  # only requests of equal salts share cached prefixes
+    num_prompts: int = 1  # that its sender sends together and waits for together
 
 
 def classify(raw: RawRequest, tiers: TierTable) -> RequestClass:
@@ -41,6 +43,7 @@ def classify(raw: RawRequest, tiers: TierTable) -> RequestClass:
         tier=tiers.get(_value(values, "slo_class")),
         timeout_s=_timeout_s(_value(values, "timeout")),
         cache_salt=_cache_salt(tenant, _value(values, "cache_salt")),
+        num_prompts=_num_prompts(raw.parameters.get("num_prompts", 1)),
     )
 
 
@@ -70,6 +73,14 @@ def _cache_salt(tenant: str, own: ParameterValue | None) -> bytes:
     if tenant == DEFAULT_TENANT and own is None:
         return b""
     return hashlib.sha256(f"{tenant}\0{'' if own is None else own}".encode()).digest()
+
+
+def _num_prompts(value: ParameterValue) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_PROMPTS:
+        raise RequestError(
+            f"num_prompts must be a whole number in [1, {MAX_PROMPTS}].", param="num_prompts"
+        )
+    return value
 
 
 def _timeout_s(value: ParameterValue | None) -> float | None:

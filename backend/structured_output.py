@@ -176,7 +176,7 @@ def _wrong(param: str, what: str) -> RequestError:
 
 def unusable_grammar(param: str, reason: str) -> RequestError:
     """The refusal of a grammar, with the compiler's reason."""
-    reason = " ".join(reason.split())[:MAX_REASON]
+    reason = " ".join(reason.removesuffix("<non-verbose/>").split())[:MAX_REASON]
     return RequestError(
         f"{param} cannot be enforced: {reason}", param=param, code="unsupported_grammar"
     )

@@ -70,8 +70,16 @@ class Admission:
         self._num_refused = 0
         self._promised_until = 0.0
 
-    def check_tenant(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+    def check_tenant(
+        self,
+        tenant: str,
+        num_requests: int,
+        num_tokens: int,
+        num_prompts: int = 1,
+        least_others: int = 0,
+    ) -> None:
         """Raise RequestError where new sequences of so many tokens exceed a tenant's limits."""
+        self.tenants.check_together(tenant, num_requests, num_tokens, num_prompts, least_others)
         self.tenants.check_limits(tenant, num_requests, num_tokens, self._mean_service_s)
 
     def make_place(

@@ -136,6 +136,7 @@ class Dispatcher:
         cache_salt: bytes = b"",
         fork_of: int | None = None,
         num_choices: int = 1,
+        num_prompts: int = 1,
         images: tuple[PromptImage, ...] = (),
     ) -> list[Delivery]:
         """Queue a sequence; poll next, so that it leaves the queue when a worker has room.
@@ -146,7 +147,7 @@ class Dispatcher:
         otherwise; ``prefix_hit`` is the expected share of cached prompt tokens. ``fork_of`` names a
         sequence of the same prompt, which a worker then computes once for both. A request of
         several choices is taken as a whole: the first is added for all ``num_choices``, and the
-        others, at once, with 0.
+        others, at once, with 0. ``num_prompts`` are sent together, each by a request of its own.
         """
         assert seq_id not in self._sequences, f"sequence {seq_id} was added twice"
         assert prompt_token_ids, "an empty prompt passed intake"
@@ -161,7 +162,11 @@ class Dispatcher:
                 if not self._fleet.can_ever_fit(num_tokens):
                     raise self._fleet.too_long(num_tokens)
                 most_tokens = num_choices * (num_tokens + (sampling.max_tokens or 0))
-                self._admission.check_tenant(tenant, num_choices, most_tokens)
+                # Of the prompts that come with it nothing is known but that they have a token.
+                least_others = (num_prompts - 1) * num_choices * (1 + (sampling.max_tokens or 0))
+                self._admission.check_tenant(
+                    tenant, num_choices, most_tokens, num_prompts, least_others
+                )
                 if timeout_s is not None:
                     self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now, now)
                 deliveries = self._make_place(
@@ -361,7 +366,7 @@ class Dispatcher:
             self._note_token(worker, sequence, output)
         reason = output.finish_reason
         if reason is FinishReason.ERROR:
-            error = _internal_error(output.error or "The model failed on this request.")
+            error = _error_of(output)
             self._drop_everywhere(sequence)
             return Delivery(
                 sequence.seq_id, token, FinishReason.ERROR, output.num_cached_tokens, error
@@ -530,6 +535,12 @@ class Dispatcher:
         return self._admission.estimate(
             now, has_free_slot=self._fleet.has_free_slot, is_draining=self.is_draining
         )
+
+
+def _error_of(output: StepOutput) -> RequestError:
+    if output.error is not None and output.error_param is not None:
+        return RequestError(output.error, param=output.error_param, code="unsupported_grammar")
+    return _internal_error(output.error or "The model failed on this request.")
 
 
 def _internal_error(message: str) -> RequestError:

@@ -77,5 +77,6 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_param: str | None = None  # the request's field that is at fault; None: the server is
     prompt_logprobs: tuple[SampledToken, ...] = ()  # of the prompt's tokens but the first, once
     embedding: tuple[float, ...] = ()  # of the prompt, once, where it is wanted

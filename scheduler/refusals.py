@@ -88,6 +88,16 @@ def tenant_choices(num_choices: int, limit: int) -> RequestError:
     )
 
 
+def tenant_prompts(num_prompts: int, num_choices: int, limit: int) -> RequestError:
+    choices = f" with {num_choices} choices each" if num_choices > 1 else ""
+    return RequestError(
+        f"text_input holds {num_prompts} prompts{choices}; this tenant may have at most {limit} "
+        "requests at a time, and each counts. Send fewer together.",
+        param="text_input",
+        code="tenant_limit",
+    )
+
+
 def timed_out(timeout_s: float) -> RequestError:
     return RequestError(
         f"The request did not finish within its timeout of {1000 * timeout_s:.0f} ms.",

@@ -54,6 +54,7 @@ class SamplingParams:
     dimensions: int | None = None  # of the embedding; None: all
     n: int = 1
     grammar: str | None = None  # llguidance's form of what the text must follow; set by intake
+    grammar_param: str | None = None  # the request's field that the grammar comes from
     kv_policy: str = LRU
     kv_budget: int | None = None  # tokens, rounded up to blocks; set with a lossy kv_policy only
 
@@ -118,7 +119,7 @@ class SamplingParams:
         ``max_new_tokens`` are taken as ``max_tokens`` (the first one present in that order wins
         over ``max_tokens``). ``logit_bias`` is an object from token id (a string) to number.
         """
-        known = {field.name for field in fields(cls)} - {"grammar"}
+        known = {field.name for field in fields(cls)} - {"grammar", "grammar_param"}
         values = {name: value for name, value in values.items() if value is not None}
         for alias in ("max_completion_tokens", "max_new_tokens"):
             if alias in values:

@@ -194,9 +194,11 @@ class Scheduler:
         block_mass: Mapping[int, SequenceOf[int]] = _NO_MASS,
         scored: Mapping[int, Mapping[int, SampledToken]] = _NONE_SCORED,
         pooled: Mapping[int, PooledStates] = _NONE_POOLED,
+        refused: Mapping[int, str] = _NONE_FAILED,
     ) -> list[StepOutput]:
-        """Apply what the step computed, by seq_id. Failed and finished sequences are freed; of the
-        deferred ones nothing was computed, and they are scheduled again."""
+        """Apply what the step computed, by seq_id. Failed, refused (their grammar is at fault) and
+        finished sequences are freed; of the deferred ones nothing was computed, and they are
+        scheduled again."""
         outputs = []
         for item in output.scheduled:
             sequence = item.sequence
@@ -204,6 +206,10 @@ class Scheduler:
                 continue
             if sequence.seq_id in failed:
                 outputs.append(self._fail(sequence, failed[sequence.seq_id]))
+                continue
+            if sequence.seq_id in refused:
+                param = sequence.sampling.grammar_param
+                outputs.append(self._fail(sequence, refused[sequence.seq_id], param))
                 continue
             samples = item.samples
             sequence.num_computed_tokens += item.num_tokens
@@ -354,7 +360,9 @@ class Scheduler:
         num_cached = sequence.num_cached_tokens
         if sequence.sampling.max_tokens == 0:  # the prompt was all that was wanted
             reason: FinishReason | None = FinishReason.LENGTH
-            output = StepOutput(sequence.seq_id, 0, None, reason, num_cached, None, scores)
+            output = StepOutput(
+                sequence.seq_id, 0, None, reason, num_cached, prompt_logprobs=scores
+            )
         else:
             sequence.token_ids.append(token.token_id)
             reason = self._finish_reason(sequence, token.token_id)
@@ -378,7 +386,7 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
-    def _fail(self, sequence: Sequence, message: str) -> StepOutput:
+    def _fail(self, sequence: Sequence, message: str, param: str | None = None) -> StepOutput:
         self._finish(sequence, FinishReason.ERROR)
         return StepOutput(
             sequence.seq_id,
@@ -387,6 +395,7 @@ class Scheduler:
             FinishReason.ERROR,
             sequence.num_cached_tokens,
             message,
+            param,
         )
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:

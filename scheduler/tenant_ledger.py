@@ -97,6 +97,24 @@ class TenantLedger:
         total = self._num_prompt_tokens + ticket.num_prompt_tokens
         return tokens * self._live_weight < total * self.weight(ticket.tenant)
 
+    def check_together(
+        self,
+        tenant: str,
+        num_requests: int,
+        num_tokens: int,
+        num_prompts: int,
+        least_others: int,
+    ) -> None:
+        """Raise RequestError where ``num_prompts`` that come together, each with so many requests,
+        can never be taken whole: their sender would come back in vain. The others have
+        ``least_others`` tokens."""
+        settings = self._tenants.get(tenant)
+        most = settings.max_requests
+        if num_prompts > 1 and most is not None and num_prompts * num_requests > most:
+            raise refusals.tenant_prompts(num_prompts, num_requests, most)
+        if settings.max_tokens is not None and num_tokens + least_others > settings.max_tokens:
+            raise refusals.tenant_request_too_large(num_tokens + least_others, settings.max_tokens)
+
     def check_limits(
         self, tenant: str, num_requests: int, num_tokens: int, mean_service_s: float
     ) -> None:
@@ -104,8 +122,6 @@ class TenantLedger:
         settings = self._tenants.get(tenant)
         if settings.max_requests is None and settings.max_tokens is None:
             return
-        if settings.max_tokens is not None and num_tokens > settings.max_tokens:
-            raise refusals.tenant_request_too_large(num_tokens, settings.max_tokens)
         if settings.max_requests is not None and num_requests > settings.max_requests:
             raise refusals.tenant_choices(num_requests, settings.max_requests)
         use = self._uses.get(tenant, TenantUse())

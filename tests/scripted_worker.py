@@ -45,6 +45,7 @@ class WorkerScript:
     silent: bool = False
     die_on: Callable[["ScriptedWorker"], bool] = lambda worker: False
     fail_on: Callable[[AddSequence], bool] = lambda message: False
+    fault: str | None = None  # the request's field that is at fault of a failure
 
 
 @dataclass
@@ -127,7 +128,10 @@ class ScriptedWorker:
         seq_id, index = message.seq_id, self.num_outputs[message.seq_id]
         if self.script.fail_on(message):
             del self.sequences[seq_id]
-            return StepOutput(seq_id, index, None, FinishReason.ERROR, error="It failed.")
+            fault = self.script.fault
+            return StepOutput(
+                seq_id, index, None, FinishReason.ERROR, error="It failed.", error_param=fault
+            )
         self.num_outputs[seq_id] += 1
         finished = index + 1 == message.sampling.max_tokens
         if finished:

@@ -9,6 +9,7 @@ from shoal.scheduler.errors import RequestError
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 MAX_TOOLS = 128
+MAX_BRANCH_DEPTH = 32  # of a tool's schema, that are looked into
 MAX_CALLS = 16  # of one answer that must call
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _TOOL_KEYS = ("name", "description", "parameters", "strict")
@@ -132,8 +133,61 @@ def _check_tool(tool: Any, where: str) -> dict[str, Any]:
         raise _wrong(f"{where}.function.description", "must be a string")
     if not isinstance(function.get("parameters") or {}, dict):
         raise _wrong(f"{where}.function.parameters", "must be a JSON schema")
+    parameters = function.get("parameters") or {}
+    if not _ObjectCheck(parameters).fits(parameters):
+        raise _wrong(
+            f"{where}.function.parameters",
+            "must be a schema of objects: arguments have names. Put it into a property of one",
+        )
     kept = {key: function[key] for key in _TOOL_KEYS if function.get(key) is not None}
     return {"type": "function", "function": kept}
+
+
+class _ObjectCheck:
+    """Whether schemas within ``root`` leave room for an object, as far as their types, values and
+    branches say. Each is looked at once; what is too deep counts as leaving room."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._known: dict[int, bool] = {}  # by the schema's id
+
+    def fits(self, schema: Any, depth: int = 0) -> bool:
+        if not isinstance(schema, dict) or depth > MAX_BRANCH_DEPTH:
+            return schema is not False
+        if id(schema) not in self._known:
+            self._known[id(schema)] = True  # where a schema refers to itself
+            self._known[id(schema)] = _allows_object(schema) and self._branches_fit(schema, depth)
+        return self._known[id(schema)]
+
+    def _branches_fit(self, schema: dict[str, Any], depth: int) -> bool:
+        for name, wanted in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+            items = schema.get(name)
+            if isinstance(items, list) and items:
+                fits = [self.fits(item, depth + 1) for item in items]
+                if not wanted(fits):
+                    return False
+        return self.fits(_target(schema.get("$ref"), self._root), depth + 1)
+
+
+def _allows_object(schema: dict[str, Any]) -> bool:
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return False
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return not isinstance(values, list) or any(isinstance(item, dict) for item in values)
+
+
+def _target(ref: Any, root: Any) -> Any:
+    """What a reference within a schema means; True, which takes all, where it means nothing."""
+    if not isinstance(ref, str) or not ref.startswith("#"):
+        return True
+    found = root
+    for part in ref[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or name not in found:
+            return True
+        found = found[name]
+    return found
 
 
 def _chosen_name(choice: Any) -> str:

@@ -195,11 +195,16 @@ class Generation:
             stream=self._request.stream,
             return_logprobs=self._request.wants_logprobs,
             echo=self._request.echo,
-            parameters=self._request.parameters,
+            parameters=self._parameters(),
             request_id=f"{request_id}-{index}" if len(self._request.prompts) > 1 else request_id,
         )
         self._stack.enter_context(self._request.model.tracked(stream))
         return await self._stack.enter_async_context(stream)
+
+    def _parameters(self) -> dict[str, str | int]:
+        """The prompts of one request count together where they could never all be taken."""
+        count = len(self._request.prompts)
+        return {**self._request.parameters, **({"num_prompts": count} if count > 1 else {})}
 
     async def _single(self) -> AsyncGenerator[tuple[int, Delta], None]:
         yield 0, self._first[0]

@@ -760,6 +760,14 @@ def test_choices_of_several_prompts(client: openai.OpenAI, model: FakeModel, str
     assert texts == dict(enumerate(expected))
 
 
+def test_prompts_of_one_request_say_how_many_they_are(http: httpx.Client, model: FakeModel) -> None:
+    for prompt, told in ((["a", "b", "c"], 3), (["a"], None), ("a", None)):
+        model.requests.clear()
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert {request.parameters.get("num_prompts") for request in model.requests} == {told}
+
+
 def test_the_choices_of_all_prompts_are_bounded(http: httpx.Client, model: FakeModel) -> None:
     body = completion(prompt=["a"] * 10, n=13)
     error = refusal(http.post(COMPLETIONS, json=body), 400, "n")

@@ -239,6 +239,15 @@ def test_a_sequence_that_fails_in_the_worker_fails_alone(tmp_path: Path) -> None
         assert good.wait().text == scripted_text(4, 9)
 
 
+def test_a_grammar_that_breaks_on_its_way_is_the_clients_fault(tmp_path: Path) -> None:
+    script = WorkerScript(fail_on=lambda message: True, fault="guided_regex")
+    with serving(ScriptedWorkers(script), tmp_path) as running:
+        error = ask(running).wait().error
+        assert error is not None
+        assert (error.status, error.code) == (400, "unsupported_grammar")
+        assert (error.param, error.message) == ("guided_regex", "It failed.")
+
+
 def test_output_that_cannot_be_processed_fails_its_request_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

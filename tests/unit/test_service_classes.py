@@ -175,6 +175,35 @@ def test_tenant_limits_hold(tmp_path: Path) -> None:
         assert ask(running, tenant="blue", max_tokens=2).wait().error is None
 
 
+@pytest.mark.parametrize(
+    ("limits", "fields", "is_for_good"),
+    [
+        ({"max_requests": 4}, {"num_prompts": 4}, False),
+        ({"max_requests": 4}, {"num_prompts": 5}, True),
+        ({"max_requests": 4}, {"num_prompts": 2, "n": 2}, False),
+        ({"max_requests": 4}, {"num_prompts": 3, "n": 2}, True),
+        ({"max_tokens": 50}, {"num_prompts": 4, "max_tokens": 10}, False),
+        ({"max_tokens": 50}, {"num_prompts": 5, "max_tokens": 10}, True),
+    ],
+)
+def test_prompts_that_come_together_and_never_fit_are_refused_for_good(
+    tmp_path: Path, limits: dict[str, int], fields: dict[str, Any], is_for_good: bool
+) -> None:
+    given = {"max_tokens": 2, **fields}
+    with serving(ScriptedWorkers(), tmp_path, tenants={"blue": limits}) as running:
+        error = ask(running, "a", tenant="blue", **given).wait().error
+        if is_for_good:
+            assert error is not None
+            assert (error.status, error.code, error.retry_after_ms) == (400, "tenant_limit", None)
+            assert error.param in ("text_input", "max_tokens")
+        else:
+            assert error is None
+        for wrong in (0, -1, "2", True):
+            error = ask(running, "a", num_prompts=wrong).wait().error
+            assert error is not None
+            assert (error.status, error.param) == (400, "num_prompts")
+
+
 def test_a_deadline_past_the_drain_estimate_is_refused_at_once(tmp_path: Path) -> None:
     workers = one_slot()
     with serving(workers, tmp_path) as running:

@@ -265,7 +265,6 @@ def test_values_in_a_tools_schema_stay_as_they_are() -> None:
     "parameters",
     [
         *({key: value} for key in ("$defs", "definitions") for value in (5, [], "x", None, True)),
-        {"type": "string"},
         {"$ref": "#"},
         {"$ref": 5},
         {"properties": 5},
@@ -313,6 +312,33 @@ def test_no_tools_are_no_tools(values: dict[str, Any]) -> None:
     assert take_tools(values) is None
 
 
+NO_OBJECTS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": ["string", "null"]},
+    {"const": 1},
+    {"enum": ["a", None, [{}]]},
+    {"allOf": [{"type": "object"}, {"type": "array"}]},
+    {"anyOf": [{"type": "string"}, {"oneOf": [{"const": "a"}, False]}]},
+    {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "integer"}}},
+]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": ["object", "null"]},
+        {"enum": [1, {"a": 1}]},
+        {"anyOf": [{"type": "string"}, {"type": "object"}]},
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}},
+    ],
+)
+def test_parameters_that_leave_room_for_an_object_are_taken(schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
+    assert take_tools({"tools": [tool]}) is not None
+
+
 @pytest.mark.parametrize(
     ("values", "param"),
     [
@@ -328,6 +354,13 @@ def test_no_tools_are_no_tools(values: dict[str, Any]) -> None:
             "tools[0].function.parameters",
         ),
         ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools[0].function"),
+        *(
+            (
+                {"tools": [{"type": "function", "function": {"name": "a", "parameters": schema}}]},
+                "tools[0].function.parameters",
+            )
+            for schema in NO_OBJECTS
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TIME], "tool_choice": "maybe"}, "tool_choice"),
         (
