@@ -367,7 +367,7 @@ class Scheduler:
             sequence.token_ids.append(token.token_id)
             reason = self._finish_reason(sequence, token.token_id)
             output = StepOutput(
-                sequence.seq_id, output_index, token, reason, num_cached, None, scores
+                sequence.seq_id, output_index, token, reason, num_cached, prompt_logprobs=scores
             )
         if reason is not None:
             self._finish(sequence, reason)
