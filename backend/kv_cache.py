@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from shoal.backend.kv_layout import KVLayout
+from shoal.kernels.huge_pages import huge_empty
 from shoal.kernels.layer_cache import LayerCache, as_copyable, scale_bytes
 from shoal.scheduler.transfers import DeviceCopy
 
@@ -19,6 +20,12 @@ def bytes_per_block(layout: KVLayout, block_size: int, dtype: torch.dtype) -> tu
         )
         for group in range(len(layout.groups))
     )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type == "cpu":
+        return huge_empty(shape, dtype).zero_()
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class PagedKVCache:
@@ -46,7 +53,7 @@ class PagedKVCache:
             if layout.source_of[idx] != idx:
                 continue
             shape = (2, num_blocks[layout.group_of[idx]], block_size, layer.num_kv_heads)
-            self._storage[idx] = torch.zeros((*shape, layer.head_dim), dtype=dtype, device=device)
+            self._storage[idx] = _zeros((*shape, layer.head_dim), dtype, device)
             if scale_bytes(dtype):
                 self._scales[idx] = torch.zeros(shape, device=device)
         # Views, made once.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.kernels.huge_pages import Arena
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.native_build import NativeBuildError, Notify, build_library
 from shoal.kernels.native_heads import (
@@ -170,6 +171,7 @@ class NativeLibrary:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+        self._arena = Arena()
 
     @property
     def instructions(self) -> str:
@@ -181,12 +183,14 @@ class NativeLibrary:
         """Whether this CPU multiplies bfloat16 itself, which makes it the faster type."""
         return "bf16" in self.instructions
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Weight, bias: torch.Tensor | None = None, stays: bool = True
+    ) -> PackedLinear:
         """Copy ``weight`` [out_features, in_features] into panels, packed as it is where the
-        kernels know its format."""
+        kernels know its format. Weights that ``stays`` lie side by side in the order of calls."""
         if isinstance(weight, QuantizedWeight) and (panels := pack_panels(weight)) is not None:
             return PackedLinear(
-                panels.values,
+                self._arena.place(panels.values) if stays else panels.values,
                 _wide(bias),
                 *weight.shape,
                 weight.dtype,
@@ -197,9 +201,11 @@ class NativeLibrary:
         source = dense(weight).contiguous()
         rows, columns = source.shape
         type_id = TYPE_IDS[source.dtype]
-        packed = torch.empty(
-            self.functions.shoal_packed_elements(type_id, rows, columns), dtype=source.dtype
-        )
+        num_elements = self.functions.shoal_packed_elements(type_id, rows, columns)
+        if stays:
+            packed = self._arena.empty(num_elements, source.dtype)
+        else:
+            packed = torch.empty(num_elements, dtype=source.dtype)
         self.functions.shoal_pack(type_id, pointer(source), pointer(packed), rows, columns)
         return PackedLinear(packed, _wide(bias), rows, columns, source.dtype)
 
@@ -209,6 +215,7 @@ class NativeLibrary:
         up: Weight,
         gate_bias: torch.Tensor | None = None,
         up_bias: torch.Tensor | None = None,
+        stays: bool = True,
     ) -> PackedLinear:
         """Pack two weights of one shape for a gated epilogue: 16 rows of each in turn."""
         bias = None
@@ -216,13 +223,17 @@ class NativeLibrary:
             bias = _interleave(gate_bias, up_bias)
         both = join([gate, up])
         if isinstance(both, QuantizedWeight):
-            return self.pack_linear(both.take(_interleaved_rows(gate.shape[0])), bias)
-        return self.pack_linear(_interleave(dense(gate), dense(up)), bias)
+            return self.pack_linear(both.take(_interleaved_rows(gate.shape[0])), bias, stays)
+        return self.pack_linear(_interleave(dense(gate), dense(up)), bias, stays)
 
     def join_packed(self, parts: Sequence[PackedLinear]) -> PackedLinear:
-        """Weights of one shape one after another, under the description of each."""
+        """Weights of one shape, packed to be joined, one after another under the description of
+        each."""
         assert len({(part.out_features, part.in_features, part.format) for part in parts}) == 1
-        return replace(parts[0], weight=torch.cat([part.weight for part in parts]))
+        first = parts[0].weight
+        whole = self._arena.empty(len(parts) * first.numel(), first.dtype)
+        torch.cat([part.weight for part in parts], out=whole)
+        return replace(parts[0], weight=whole)
 
     def row_bytes(self, packed: PackedLinear) -> int:
         """Bytes of a row of states as the product reads it."""

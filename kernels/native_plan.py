@@ -109,6 +109,7 @@ _STEP_POINTERS = (
     "logits",
     "block_mass",
     "hidden_states",
+    "op_nanoseconds",
 )
 
 
@@ -140,6 +141,15 @@ class ExpertBuffers(NamedTuple):
     rows: int  # of the hidden size
     gated: int  # of the experts' intermediate size
     outputs: int  # float32, of the hidden size
+
+
+class OpTime(NamedTuple):
+    """How long an operation of a plan took, by the clock of its first thread."""
+
+    kind: OpKind
+    n: int  # of a product, its columns
+    k: int  # of a product, its inputs
+    seconds: float
 
 
 class PlanBuilder:
@@ -409,9 +419,25 @@ class NativePlan:
         )
         if not self._handle:
             raise MemoryError("the native kernels ran out of memory")
+        self._ops = ops
+        self._nanoseconds: ctypes.Array[ctypes.c_int64] | None = None
+
+    def start_timing(self) -> None:
+        """Time each operation of the steps from now on, at some 50 ns each."""
+        self._nanoseconds = (ctypes.c_int64 * len(self._ops))()
+
+    def op_times(self) -> list[OpTime]:
+        """Of the steps since ``start_timing``, together."""
+        assert self._nanoseconds is not None
+        return [
+            OpTime(OpKind(op.kind), op.n, op.k, nanoseconds / 1e9)
+            for op, nanoseconds in zip(self._ops, self._nanoseconds, strict=True)
+        ]
 
     def run(self, arguments: StepArguments) -> None:
         """Run one step. Releases the GIL meanwhile."""
+        if self._nanoseconds is not None:
+            arguments.op_nanoseconds = ctypes.addressof(self._nanoseconds)
         if self._functions.shoal_plan_run(self._handle, ctypes.addressof(arguments)):
             raise MemoryError("the native kernels ran out of memory")
 

@@ -33,7 +33,7 @@ class NativeDecoder:
         self.config = model.config
         self.dtype = model.dtype
         self.device = torch.device("cpu")
-        self._plan = _build_plan(model, library)
+        self.plan = _build_plan(model, library)
         self._step = StepBuilder(self.dtype)
 
     @torch.inference_mode()
@@ -50,7 +50,7 @@ class NativeDecoder:
         if batch.hidden is not None:
             states = torch.empty(len(batch.logits_indices), self.config.hidden_size)
             batch.hidden.states = states
-        self._plan.run(self._step.arguments(batch, kv, logits, states=states))
+        self.plan.run(self._step.arguments(batch, kv, logits, states=states))
         return logits
 
 
@@ -175,8 +175,8 @@ def _pack_experts(
     """All experts' products, dense whatever their format."""
     gate_ups, downs = [], []
     for gate, up, down in experts.weights():
-        gate_ups.append(library.pack_gated(dense(gate), dense(up)))
-        downs.append(library.pack_linear(dense(down)))
+        gate_ups.append(library.pack_gated(dense(gate), dense(up), stays=False))
+        downs.append(library.pack_linear(dense(down), stays=False))
     return ExpertProducts(
         library.join_packed(gate_ups),
         library.join_packed(downs),

@@ -41,7 +41,7 @@ class NativeGemma4:
         self.config = model.config
         self.dtype = model.dtype
         self.device = torch.device("cpu")
-        self._plan = _build_plan(model, library)
+        self.plan = _build_plan(model, library)
         self._step = StepBuilder(self.dtype)
 
     @torch.inference_mode()
@@ -60,7 +60,7 @@ class NativeGemma4:
         if batch.hidden is not None:
             states = torch.empty(len(batch.logits_indices), self.config.hidden_size)
             batch.hidden.states = states
-        self._plan.run(self._step.arguments(batch, kv, logits, num_sampled, states))
+        self.plan.run(self._step.arguments(batch, kv, logits, num_sampled, states))
         return logits
 
 
@@ -245,8 +245,8 @@ def _weight(norm: Norm) -> torch.Tensor:
 
 def _pack_experts(library: NativeLibrary, experts: Experts) -> ExpertProducts:
     """All experts' products."""
-    gate_ups = [library.pack_gated(*both.chunk(2)) for both in experts.gate_up]
-    downs = [library.pack_linear(down) for down in experts.down]
+    gate_ups = [library.pack_gated(*both.chunk(2), stays=False) for both in experts.gate_up]
+    downs = [library.pack_linear(down, stays=False) for down in experts.down]
     return ExpertProducts(
         library.join_packed(gate_ups),
         library.join_packed(downs),

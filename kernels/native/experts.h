@@ -75,18 +75,20 @@ struct ExpertRows {
 
 // The product of each expert's rows of `a` with its own weight; the weights lie one after another.
 template <class T>
-void expert_linear(Team& team, int64_t operation, int num_threads, const Linear& op,
+void expert_linear(Team& team, int64_t operation, const Linear& op,
                    Epilogue epilogue, const ExpertRows& rows, const char* a, void* out,
                    int64_t out_width) {
-  const int64_t num_panels = (op.n + kPanel - 1) / kPanel;
-  const int64_t num_tasks = num_panels * rows.blocks.size();
-  const int64_t expert_stride = num_panels * panel_bytes<T>(op.format, op.k, op.group);
-  team.share(operation, num_tasks, std::max<int64_t>(1, num_tasks / (num_threads * 12)),
-             [&](int64_t task) {
-    const ExpertRows::Block& block = rows.blocks[task / num_panels];
+  const int64_t panels = num_panels<T>(op), bytes = panel_bytes<T>(op.format, op.k, op.group);
+  const auto weight_of = [&](int64_t task) {
+    return static_cast<const char*>(op.weight) + rows.blocks[task / panels].expert * panels * bytes;
+  };
+  team.share(operation, panels * rows.blocks.size(), 1, [&](int64_t task, int64_t next) {
+    const ExpertRows::Block& block = rows.blocks[task / panels];
     Linear own = op;
-    own.weight = static_cast<const char*>(op.weight) + block.expert * expert_stride;
-    linear_panel<T>(own, epilogue, task % num_panels, a, block.first, block.count, out, out_width);
+    own.weight = weight_of(task);
+    const Soon soon = next < 0 ? Soon{} : Soon{weight_of(next) + next % panels * bytes, bytes};
+    linear_panel<T>(own, epilogue, task % panels, a, block.first, block.count, out, out_width,
+                    soon);
   });
 }
 

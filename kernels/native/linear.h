@@ -23,6 +23,12 @@ struct Linear {
   const int64_t* columns = nullptr;  // int4: the feature of each column, or null for their order
 };
 
+// Bytes that a thread will read soon.
+struct Soon {
+  const char* begin = nullptr;
+  int64_t num_bytes = 0;
+};
+
 template <class T>
 void pack(const T* source, T* target, int64_t n, int64_t k) {
   const int64_t num_panels = (n + kPanel - 1) / kPanel;
@@ -84,15 +90,20 @@ inline void store_sum(const float* row, const float* bias, float* out, int64_t c
 // T [num_rows, n / 2 (out_width)].
 template <class T>
 void linear_panel(const Linear& op, Epilogue epilogue, int64_t panel, const char* a, int64_t first,
-                  int64_t count, void* out, int64_t out_width) {
+                  int64_t count, void* out, int64_t out_width, const Soon& soon = {}) {
   const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
   const int64_t weight_stride = panel_bytes<T>(op.format, op.k, op.group);
   const char* weight = static_cast<const char*>(op.weight) + panel * weight_stride;
   const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
   alignas(64) float sums[kTileRows * kPanel];
+  const int64_t num_tiles = tiles_of(count), num_steps = std::max<int64_t>(1, weight_stride / 128);
+  int64_t tile = 0;
   for_tiles(count, [&](int64_t begin, int rows) {
     begin += first;
-    format_tile<T>(op.format, rows, a + begin * a_stride, a_stride, weight, op.k, op.group, sums);
+    const Ahead ahead =
+        Ahead::share(soon.begin, soon.num_bytes, tile++, num_tiles, num_steps);
+    format_tile<T>(op.format, rows, a + begin * a_stride, a_stride, weight, op.k, op.group, sums,
+                   ahead);
     for (int row = 0; row < rows; row++) {
       const int64_t to = (begin + row) * out_width;
       if (is_gated(epilogue)) {
@@ -109,17 +120,32 @@ void linear_panel(const Linear& op, Epilogue epilogue, int64_t panel, const char
 }
 
 template <class T>
-void linear(Team& team, int64_t operation, int num_threads, const Linear& op, Epilogue epilogue,
-            const char* a, int64_t num_rows, void* out, int64_t out_width) {
+int64_t num_panels(const Linear& op) {
+  return (op.n + kPanel - 1) / kPanel;
+}
+
+// The first panel that a thread will read of a product.
+template <class T>
+Soon first_panel(const Team& team, const Linear& op) {
+  const int64_t bytes = panel_bytes<T>(op.format, op.k, op.group);
+  const int64_t panel = team.first_task(omp_get_thread_num(), num_panels<T>(op));
+  return {static_cast<const char*>(op.weight) + panel * bytes, bytes};
+}
+
+// then: what the thread reads after its last panel.
+template <class T>
+void linear(Team& team, int64_t operation, const Linear& op, Epilogue epilogue, const char* a,
+            int64_t num_rows, void* out, int64_t out_width, const Soon& then = {}) {
   constexpr int64_t block_rows = 16 * kTileRows;  // whose states stay in the second-level cache
-  const int64_t num_panels = (op.n + kPanel - 1) / kPanel;
+  const int64_t panels = num_panels<T>(op), bytes = panel_bytes<T>(op.format, op.k, op.group);
   const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
-  const int64_t grain = std::max<int64_t>(1, num_panels * num_blocks / (num_threads * 12));
-  team.share(operation, num_panels * num_blocks, grain, [&](int64_t task) {
-    const int64_t block = task / num_panels;
+  team.share(operation, panels * num_blocks, 1, [&](int64_t task, int64_t next) {
+    const int64_t block = task / panels;
     const int64_t first = num_rows * block / num_blocks;
     const int64_t count = num_rows * (block + 1) / num_blocks - first;
-    linear_panel<T>(op, epilogue, task % num_panels, a, first, count, out, out_width);
+    const char* weight = static_cast<const char*>(op.weight);
+    const Soon soon = next < 0 ? then : Soon{weight + next % panels * bytes, bytes};
+    linear_panel<T>(op, epilogue, task % panels, a, first, count, out, out_width, soon);
   });
 }
 

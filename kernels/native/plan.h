@@ -4,6 +4,8 @@
 // what the cache holds is of the model's type.
 #pragma once
 
+#include <chrono>
+
 #include "attention.h"
 #include "experts.h"
 
@@ -106,6 +108,7 @@ struct Step {
   float* logits;                  // [num_samples, vocab_size]
   int64_t* block_mass;  // [num_seqs, group 0's max_blocks], added to by its layers; or null
   float* hidden_states;  // [num_samples, hidden_size], what logits are made of; or null
+  int64_t* op_nanoseconds;  // [num_ops], added to: how long each operation took; or null
 };
 
 class PlanBase {
@@ -123,6 +126,12 @@ class Plan : public PlanBase {
         heads_(heads, heads + num_heads), buffers_(num_buffers) {
     for (const PlanOp& op : ops_)
       if (OpKind(op.kind) == OpKind::kRoute) experts_.emplace_back();
+    for (int64_t i = num_ops, next = -1; i-- > 0;) {
+      next_product_.push_back(next);
+      if (OpKind(ops[i].kind) == OpKind::kLinear || OpKind(ops[i].kind) == OpKind::kLogits)
+        next = i;
+    }
+    std::reverse(next_product_.begin(), next_product_.end());
     while (first_select_ < num_ops && OpKind(ops[first_select_].kind) != OpKind::kSelect)
       first_select_++;
   }
@@ -138,13 +147,19 @@ class Plan : public PlanBase {
         experts_[ops_[i].heads].resize(rows_of(i, step), ops_[i].k);
     lay_out_attention(step);
     const BlockMass mass{step.block_mass};
-    Team team(2 * ops_.size());
+    team_.begin(2 * ops_.size(), step.num_threads);
 #pragma omp parallel num_threads(int(step.num_threads))
     {
-      const int num_threads = omp_get_num_threads();
       auto& scratch = *scratch_[omp_get_thread_num()];
-      for (size_t i = 0; i < ops_.size(); i++)
-        run_op(team, i, num_threads, step, scratch, mass);
+      const bool timed = step.op_nanoseconds && omp_get_thread_num() == 0;
+      auto start = std::chrono::steady_clock::now();
+      for (size_t i = 0; i < ops_.size(); i++) {
+        run_op(team_, i, step, scratch, mass);
+        if (!timed) continue;
+        const auto end = std::chrono::steady_clock::now();
+        step.op_nanoseconds[i] += std::chrono::nanoseconds(end - start).count();
+        start = end;
+      }
     }
   }
 
@@ -198,18 +213,24 @@ class Plan : public PlanBase {
     return {op.weight, op.bias, op.n, op.k, Format(op.format), op.group, op.columns};
   }
 
+  // What this thread reads first in the product after operation `number`.
+  Soon after(const Team& team, int64_t number) const {
+    const int64_t next = next_product_[number];
+    return next < 0 ? Soon{} : first_panel<T>(team, product(ops_[next]));
+  }
+
   template <class Element>
   Element* row(int32_t buffer, int64_t index) {
     return reinterpret_cast<Element*>(buffers_[buffer].data()) + index * shapes_[buffer].width;
   }
 
-  void run_op(Team& team, int64_t number, int num_threads, const Step& step,
+  void run_op(Team& team, int64_t number, const Step& step,
               AttentionScratch<T>& scratch, const BlockMass& mass) {
     const PlanOp& op = ops_[number];
     const int64_t turn = 2 * number;  // attention takes two
     const int64_t num_rows = rows_of(number, step);
     const auto each_row = [&](int64_t count, auto body) {
-      team.share(turn, count, std::max<int64_t>(1, count / (num_threads * 8)), body);
+      team.share(turn, count, std::max<int64_t>(1, count / (team.num_threads() * 8)), body);
     };
     switch (OpKind(op.kind)) {
       case OpKind::kEmbed:
@@ -267,7 +288,7 @@ class Plan : public PlanBase {
         });
         break;
       case OpKind::kExpertLinear:
-        expert_linear<T>(team, turn, num_threads, product(op), Epilogue(op.epilogue),
+        expert_linear<T>(team, turn, product(op), Epilogue(op.epilogue),
                          experts_[op.heads],
                          row<char>(op.in, 0), row<char>(op.out, 0),
                          is_gated(Epilogue(op.epilogue)) ? op.layer : op.n);
@@ -315,9 +336,8 @@ class Plan : public PlanBase {
         break;
       }
       case OpKind::kLinear:
-        linear<T>(team, turn, num_threads, product(op), Epilogue(op.epilogue),
-                  row<char>(op.in, 0), num_rows, row<char>(op.out, 0),
-                  shapes_[op.out].width);
+        linear<T>(team, turn, product(op), Epilogue(op.epilogue), row<char>(op.in, 0), num_rows,
+                  row<char>(op.out, 0), shapes_[op.out].width, after(team, number));
         break;
       case OpKind::kKeepStates:
         if (!step.hidden_states) break;
@@ -328,8 +348,8 @@ class Plan : public PlanBase {
         });
         break;
       case OpKind::kLogits:
-        linear<T>(team, turn, num_threads, product(op), Epilogue::kStore, row<char>(op.in, 0),
-                  step.num_samples, step.logits, op.n);
+        linear<T>(team, turn, product(op), Epilogue::kStore, row<char>(op.in, 0),
+                  step.num_samples, step.logits, op.n, after(team, number));
         break;
       case OpKind::kPrepare:
         each_row(op.packed ? step.num_samples : num_rows, [&](int64_t i) {
@@ -369,6 +389,8 @@ class Plan : public PlanBase {
   };
 
   std::vector<PlanOp> ops_;
+  std::vector<int64_t> next_product_;  // by operation; -1: none
+  Team team_;
   std::vector<PlanBuffer> shapes_;
   std::vector<PlanHeads> heads_;
   std::vector<std::vector<char>> buffers_;

@@ -394,10 +394,10 @@ void prepare_row(Format format, const T* in, const int64_t* columns, int64_t k, 
 // Up to kTileRows rows times one panel: out [rows][32].
 template <class T, int kRows = kTileRows>
 inline void format_tile(Format format, int rows, const char* a, int64_t a_stride, const char* panel,
-                        int64_t k, int64_t group, float* out) {
+                        int64_t k, int64_t group, float* out, const Ahead& ahead) {
   if constexpr (kRows > 1) {
     if (rows < kRows)
-      return format_tile<T, kRows - 1>(format, rows, a, a_stride, panel, k, group, out);
+      return format_tile<T, kRows - 1>(format, rows, a, a_stride, panel, k, group, out, ahead);
   }
   switch (format) {
     case Format::kInt8: return int8_rows<kRows>(a, a_stride, panel, k, out);
@@ -405,7 +405,7 @@ inline void format_tile(Format format, int rows, const char* a, int64_t a_stride
     case Format::kFp8: return fp8_rows<T, kRows>(a, a_stride, panel, k, out);
     default:
       return tile_rows<kRows>(reinterpret_cast<const T*>(a), a_stride / int64_t(sizeof(T)),
-                              reinterpret_cast<const T*>(panel), k, out, kPanel, false);
+                              reinterpret_cast<const T*>(panel), k, out, kPanel, false, ahead);
   }
 }
 

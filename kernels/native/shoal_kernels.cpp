@@ -83,7 +83,7 @@ int shoal_linear(int type, int num_threads, const void* weight, const float* bia
                  int64_t k, int format, int64_t group, const int64_t* columns, int epilogue,
                  const void* states, int64_t num_rows, void* out, int64_t out_width) {
   return guarded([&] {
-    Team team(1);
+    Team team(1, num_threads);
     const Linear op{weight, bias, n, k, Format(format), group, columns};
     with_type(type, [&](auto t) {
       using T = decltype(t);
@@ -98,7 +98,7 @@ int shoal_linear(int type, int num_threads, const void* weight, const float* bia
         rows = prepared.data();
       }
 #pragma omp parallel num_threads(num_threads)
-      linear<T>(team, 0, omp_get_num_threads(), op, Epilogue(epilogue), rows, num_rows, out,
+      linear<T>(team, 0, op, Epilogue(epilogue), rows, num_rows, out,
                 out_width);
     });
   });
@@ -141,7 +141,7 @@ int shoal_attention(int type, int num_threads, const void* query, const LayerCac
     const auto work = attention_work(*batch, shape, num_threads, !block_mass);
     const BlockMass mass{block_mass};
     std::vector<float> partials(work.num_partials);
-    Team team(2);
+    Team team(2, num_threads);
     with_type(type, [&](auto t) {
       using T = decltype(t);
       std::vector<AttentionScratch<T>> scratch(num_threads);
@@ -157,7 +157,7 @@ int shoal_attention(int type, int num_threads, const void* query, const LayerCac
 int shoal_sample(int num_threads, const float* logits, int64_t num_rows, int64_t vocab_size,
                  const SampleParams* params, int64_t* tokens) {
   return guarded([&] {
-    Team team(1);
+    Team team(1, num_threads);
     std::vector<SampleScratch> scratch(num_threads);
 #pragma omp parallel num_threads(num_threads)
     team.share(0, num_rows, 1, [&](int64_t row) {

@@ -23,6 +23,27 @@ constexpr int kTileRows = 1;
 #endif
 constexpr int kPrefetchBytes = 2048;
 
+// What a tile fetches into the second-level cache while it computes: its share of what is read
+// next, in two streams, so that memory is read all the time and not by a panel's first tile alone.
+struct Ahead {
+  const char* streams[2] = {nullptr, nullptr};
+  int64_t step = 0;  // bytes
+
+  // The share of tile `tile` of `num_tiles`, each of `num_steps`, in `num_bytes` from `source` on.
+  static Ahead share(const char* source, int64_t num_bytes, int64_t tile, int64_t num_tiles,
+                     int64_t num_steps) {
+    if (!source) return {};
+    const int64_t half = (num_bytes / num_tiles + 1) / 2;
+    const char* begin = source + num_bytes * tile / num_tiles;
+    return {{begin, begin + half}, (half + num_steps - 1) / num_steps};
+  }
+
+  void fetch(int64_t i) const {
+    __builtin_prefetch(streams[0] + i * step, 0, 2);
+    __builtin_prefetch(streams[1] + i * step, 0, 2);
+  }
+};
+
 inline int64_t padded_k(int64_t k, float) { return k; }
 inline int64_t padded_k(int64_t k, BFloat16) { return (k + 1) / 2 * 2; }
 
@@ -35,7 +56,8 @@ int64_t panel_elements(int64_t k) {
 // choice would keep the sums out of the registers.
 template <int kRows, bool kAccumulate>
 __attribute__((noinline)) void tile_sums(const float* a, int64_t a_stride, const float* panel,
-                                         int64_t k, float* out, int64_t out_stride) {
+                                         int64_t k, float* out, int64_t out_stride,
+                                         const Ahead& ahead) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
@@ -44,8 +66,7 @@ __attribute__((noinline)) void tile_sums(const float* a, int64_t a_stride, const
   for (int64_t i = 0; i < k; i++) {
     Vec weights[kVecs];
     for (int v = 0; v < kVecs; v++) weights[v] = load(panel + i * kPanel + v * kLanes);
-    __builtin_prefetch(panel + i * kPanel + kPrefetchBytes / 4);
-    __builtin_prefetch(panel + i * kPanel + kPrefetchBytes / 4 + 16);
+    ahead.fetch(i);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; row++) {
       const Vec state = splat(a[row * a_stride + i]);
@@ -75,9 +96,7 @@ __attribute__((always_inline)) inline void add_pair(const int32_t (&states)[kRow
                                                     const BFloat16* source,
                                                     Vec (&sums)[kRows][kVecs]) {
   IntVec weights[kVecs];
-  std::memcpy(weights, source, sizeof weights);
-  __builtin_prefetch(source + kPrefetchBytes / 2);
-  __builtin_prefetch(source + kPrefetchBytes / 2 + 32);
+  for (int v = 0; v < kVecs; v++) weights[v] = (IntVec)load((const float*)source + v * kLanes);
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++) {
     const IntVec state = states[row] - IntVec{};
@@ -89,7 +108,7 @@ __attribute__((always_inline)) inline void add_pair(const int32_t (&states)[kRow
 template <int kRows, bool kAccumulate>
 __attribute__((noinline)) void tile_sums(const BFloat16* a, int64_t a_stride,
                                          const BFloat16* panel, int64_t k, float* out,
-                                         int64_t out_stride) {
+                                         int64_t out_stride, const Ahead& ahead) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
@@ -100,6 +119,7 @@ __attribute__((noinline)) void tile_sums(const BFloat16* a, int64_t a_stride,
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; row++)
       std::memcpy(states + row, a + row * a_stride + 2 * pair, sizeof(int32_t));
+    ahead.fetch(pair);
     add_pair<kRows>(states, panel + pair * 2 * kPanel, sums);
   }
   if (k % 2) {
@@ -115,27 +135,31 @@ __attribute__((noinline)) void tile_sums(const BFloat16* a, int64_t a_stride,
 
 template <int kRows, class T>
 inline void tile_rows(const T* a, int64_t a_stride, const T* panel, int64_t k, float* out,
-                      int64_t out_stride, bool accumulate) {
+                      int64_t out_stride, bool accumulate, const Ahead& ahead) {
+  const char* here = reinterpret_cast<const char*>(panel);
+  const Ahead some = ahead.streams[0] ? ahead : Ahead{{here, here}, 0};
   if (accumulate)
-    tile_sums<kRows, true>(a, a_stride, panel, k, out, out_stride);
+    tile_sums<kRows, true>(a, a_stride, panel, k, out, out_stride, some);
   else
-    tile_sums<kRows, false>(a, a_stride, panel, k, out, out_stride);
+    tile_sums<kRows, false>(a, a_stride, panel, k, out, out_stride, some);
 }
 
 template <class T, int kRows = kTileRows>
 inline void tile(int rows, const T* a, int64_t a_stride, const T* panel, int64_t k, float* out,
-                 int64_t out_stride, bool accumulate) {
+                 int64_t out_stride, bool accumulate, const Ahead& ahead = {}) {
   if constexpr (kRows > 1) {
     if (rows < kRows)
-      return tile<T, kRows - 1>(rows, a, a_stride, panel, k, out, out_stride, accumulate);
+      return tile<T, kRows - 1>(rows, a, a_stride, panel, k, out, out_stride, accumulate, ahead);
   }
-  tile_rows<kRows>(a, a_stride, panel, k, out, out_stride, accumulate);
+  tile_rows<kRows>(a, a_stride, panel, k, out, out_stride, accumulate, ahead);
 }
+
+inline int64_t tiles_of(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
 
 // Any number of rows, in tiles of about equal height.
 template <class Done>
 inline void for_tiles(int64_t num_rows, Done done) {
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t num_tiles = tiles_of(num_rows);
   for (int64_t i = 0; i < num_tiles; i++) {
     const int64_t begin = num_rows * i / num_tiles, end = num_rows * (i + 1) / num_tiles;
     done(begin, int(end - begin));

@@ -1,0 +1,167 @@
+"""Where a step's time goes: each kind of operation against this machine's limits.
+
+    OMP_WAIT_POLICY=PASSIVE python load/step_profile.py [--rows 1,8,32] [--report FILE]
+
+Runs the planned forward pass of a model in bf16 with a clock between its operations. Decode steps
+have one token of each sequence, prefill steps one chunk without a context before it. An operation's
+bound is what its bytes or its products take at the measured limits, whichever is more.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.machine import num_usable_cpus
+from shoal.backend.models.decoder import Decoder
+from shoal.backend.models.native_decoder import NativeDecoder
+from shoal.backend.weights.catalogue import DEFAULT_MODEL, kernels_dir, resolve_weights
+from shoal.backend.weights.loader import load_model
+from shoal.kernels.native_library import load_native
+from shoal.kernels.native_plan import OpKind, OpTime
+from shoal.load.kernel_bench import BLOCK_SIZE, blocks_for, make_batch, timed
+
+PRODUCTS = (OpKind.LINEAR, OpKind.LOGITS, OpKind.EXPERT_LINEAR)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine gives at best."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    @classmethod
+    def measure(cls, rounds: int = 6) -> "Limits":
+        buffer = torch.ones(64 * 2**20)  # 256 MiB
+        square = torch.randn(1024, 1024).to(torch.bfloat16)
+        read = min(timed(buffer.sum) for _ in range(rounds))
+        product = min(timed(lambda: square @ square) for _ in range(rounds))
+        return cls(buffer.nbytes / read, 2 * 1024**3 / product)
+
+    def seconds(self, num_bytes: float, num_flops: float) -> float:
+        return max(num_bytes / self.bytes_per_s, num_flops / self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Equal sequences of ``context`` tokens, of which the last ``new_tokens`` are computed."""
+
+    num_seqs: int
+    context: int
+    new_tokens: int
+
+    @property
+    def name(self) -> str:
+        if self.new_tokens == 1:
+            return f"decode, {self.num_seqs} sequences of {self.context} tokens"
+        return f"prefill of {self.new_tokens} tokens"
+
+    def rows_of(self, kind: OpKind) -> int:
+        return self.num_seqs * (1 if kind is OpKind.LOGITS else self.new_tokens)
+
+
+def profile_rows(model: NativeDecoder, case: Case, rounds: int, limits: Limits) -> list[str]:
+    """A Markdown table of one step: the median round's total, and means by kind of operation."""
+    num_blocks = case.num_seqs * blocks_for(case.context)
+    cache = PagedKVCache(model.config.kv_layout, [num_blocks], BLOCK_SIZE, torch.bfloat16)
+    forward = partial(
+        model.forward, make_batch(case.num_seqs, case.context, case.new_tokens), cache
+    )
+    forward()
+    whole = []
+    model.plan.start_timing()
+    for _ in range(rounds):
+        start = time.perf_counter()
+        forward()
+        whole.append(time.perf_counter() - start)
+    rows = [
+        f"## {case.name}: {statistics.median(whole) * 1e3:.2f} ms",
+        "",
+        "| operation | calls | ms | share | GB/s | GFLOP/s | of its bound |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    total = sum(whole) / rounds
+    for name, ops in by_name(model.plan.op_times()).items():
+        seconds = sum(op.seconds for op in ops) / rounds
+        row = f"| {name} | {len(ops)} | {seconds * 1e3:.2f} | {seconds / total:.0%} "
+        num_bytes, num_flops = work(model, case, ops)
+        if num_bytes:
+            row += f"| {num_bytes / seconds / 1e9:.1f} | {num_flops / seconds / 1e9:.0f} "
+            row += f"| {limits.seconds(num_bytes, num_flops) / seconds:.0%} |"
+        else:
+            row += "| | | |"
+        rows.append(row)
+    bound = sum(limits.seconds(*work(model, case, [op])) for op in model.plan.op_times())
+    rows += ["", f"All bounds together are {bound * 1e3:.2f} ms: {bound / total:.0%}.", ""]
+    return rows
+
+
+def by_name(ops: list[OpTime]) -> dict[str, list[OpTime]]:
+    """Operations that do the same; the longest kinds first."""
+    found: dict[str, list[OpTime]] = defaultdict(list)
+    for op in ops:
+        shape = f" {op.n} × {op.k}" if op.kind in PRODUCTS else ""
+        found[op.kind.name.lower().replace("_", " ") + shape].append(op)
+    return dict(sorted(found.items(), key=lambda item: -sum(op.seconds for op in item[1])))
+
+
+def work(model: NativeDecoder, case: Case, ops: list[OpTime]) -> tuple[float, float]:
+    """Bytes that these operations read from memory, and what they multiply and add."""
+    num_bytes = num_flops = 0.0
+    layers = model.config.kv_layout.layers
+    for op in ops:
+        if op.kind in PRODUCTS:
+            num_bytes += 2 * op.n * op.k
+            num_flops += 2 * op.n * op.k * case.rows_of(op.kind)
+        elif op.kind is OpKind.ATTENTION:
+            heads = layers[0]
+            pairs = case.new_tokens * (case.context - (case.new_tokens - 1) / 2)
+            num_bytes += 4 * case.num_seqs * case.context * heads.num_kv_heads * heads.head_dim
+            num_flops += 4 * case.num_seqs * pairs * model.config.num_heads * heads.head_dim
+    return num_bytes, num_flops
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--threads", type=int, default=num_usable_cpus())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--decode", default="1,8,32,64", help="sequences of each decode step")
+    parser.add_argument("--prefill", default="128,512", help="tokens of each prefill step")
+    parser.add_argument("--context", type=int, default=193)
+    parser.add_argument("--report", type=Path, help="where to write; else it is only printed")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    library = load_native(kernels_dir(), print)
+    source = load_model(resolve_weights(args.model), torch.bfloat16).model
+    assert isinstance(source, Decoder), "the other native models are timed by their whole steps"
+    model = NativeDecoder(source, library)
+    limits = Limits.measure()
+    cases = [Case(int(n), args.context, 1) for n in args.decode.split(",") if n]
+    cases += [Case(1, int(n), int(n)) for n in args.prefill.split(",") if n]
+    text = "\n".join(
+        [
+            f"# Where a step's time goes: {args.model}, bf16, {args.threads} threads",
+            "",
+            "Made by `python load/step_profile.py`. An operation's bound is what its bytes take at "
+            f"{limits.bytes_per_s / 1e9:.1f} GB/s or its products at "
+            f"{limits.flops_per_s / 1e9:.0f} GFLOP/s, whichever is more.",
+            "",
+            *(row for case in cases for row in profile_rows(model, case, args.rounds, limits)),
+        ]
+    )
+    print(text)
+    if args.report:
+        args.report.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
