@@ -13,11 +13,14 @@ from shoal.scheduler.outputs import ScheduledSequence, SchedulerOutput
 from shoal.scheduler.return_cost import ReturnCosts
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.step_pace import StepPace
 from shoal.scheduler.transfers import BlockCopy
 
 PREFILL_TOKENS = 64
 COPY_BLOCKS = 8
 NUM_REPEATS = 3  # the best counts: what else the machine did meanwhile is not the model's cost
+
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 def measure_return_costs(
@@ -39,10 +42,30 @@ def _prefill_seconds(runner: ModelRunner, cache: PagedKVCache) -> float:
     num_blocks = min(cache.num_blocks) - 1  # block 0 of a windowed group is nobody's
     num_tokens = min(PREFILL_TOKENS, num_blocks * cache.block_size)
     tables = [list(range(1, num_blocks + 1)) for _ in cache.num_blocks]
-    sampling = SamplingParams(temperature=0.0, max_tokens=1)
-    sequence = Sequence(0, [0] * num_tokens, num_tokens, sampling, block_tables=tables)
+    sequence = Sequence(0, [0] * num_tokens, num_tokens, _GREEDY, block_tables=tables)
     output = SchedulerOutput((ScheduledSequence(sequence, num_tokens),))
     return _best(partial(runner.run, output), cache.device) / num_tokens
+
+
+def measure_pace(runner: ModelRunner, cache: PagedKVCache) -> StepPace:
+    """Run steps of several shapes over a block that nobody holds yet."""
+    tables = [[1] for _ in cache.num_blocks]
+
+    def run(num_decodes: int, num_prompt_tokens: int) -> float:
+        lengths = [1] * num_decodes
+        lengths += [cache.block_size] * -(-num_prompt_tokens // cache.block_size)
+        output = SchedulerOutput(
+            tuple(
+                ScheduledSequence(
+                    Sequence(i, [0] * length, length, _GREEDY, block_tables=tables), length
+                )
+                for i, length in enumerate(lengths)
+            )
+        )
+        seconds = _best(partial(runner.run, output), cache.device)
+        return seconds * (num_decodes + num_prompt_tokens) / output.num_tokens
+
+    return StepPace.measured(run)
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

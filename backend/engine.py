@@ -133,7 +133,7 @@ class Engine:
             self._step_log.planned(output)
         start = time.monotonic()
         result = self._runner.run(output)
-        self._scheduler.pace.note(output.num_tokens, time.monotonic() - start)
+        self._scheduler.note_duration(output, time.monotonic() - start)
         results = self._scheduler.update_from_output(
             output,
             result.sampled,

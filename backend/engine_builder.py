@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.backend.cost_probe import measure_pace
 from shoal.backend.engine import Engine, EngineLimits
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.grammar_compiler import GrammarCompiler
@@ -111,6 +112,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     )
     host = tiers.host if tiers else None
     scheduler = _make_scheduler(config, size, loaded.config.kv_layout, host)
+    scheduler.pace = measure_pace(probe, kv_cache)
     engine = Engine(scheduler, runner, _limits(ready), step_log, guard, mover, images)
     return GrammarGate(engine, compiler), ready
 
@@ -256,6 +258,7 @@ def _make_scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=size.max_model_len,
+        decode_stretch=config.decode_stretch,
     )
     tree = _make_prefix_tree(config, size.num_blocks, host) if config.prefix_caching else None
     windows = [

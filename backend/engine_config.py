@@ -60,6 +60,7 @@ class EngineConfig:
     memory_ceiling_mib: int | None = None  # of the worker; None: what the device has left for it
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    decode_stretch: float = 2.0  # times as long prompts may make a step for those that decode
     max_queued_requests: int = 1024
     prefix_caching: bool = True  # keep computed blocks for requests that begin alike
     prefix_eviction: str = "reuse"  # which cached blocks go first: lru, lfu, or least reusable
@@ -117,6 +118,7 @@ class EngineConfig:
         _check_range("memory_ceiling_mib", self.memory_ceiling_mib, 64, 2**24, optional=True)
         _check_range("max_num_seqs", self.max_num_seqs, 1, 4096)
         _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_range("decode_stretch", self.decode_stretch, 1, 1000, whole=False)
         _check_range("max_queued_requests", self.max_queued_requests, 1, 2**20)
         _check_range("num_threads", self.num_threads, 1, 1024, optional=True)
         _check_range("worker_start_timeout_s", self.worker_start_timeout_s, 1, 86400, whole=False)

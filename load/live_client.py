@@ -18,13 +18,14 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
-    """A completion of random tokens. ``at``: seconds from the start of the load."""
+    """A completion of ``text``, or of random tokens. ``at``: seconds from the start of the load."""
 
     at: float
     num_prompt: int
     num_outputs: int
     tenant: str = ""
     slo_class: str = ""
+    text: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +94,11 @@ class LiveClient:
         tasks = [asyncio.create_task(self._one(record, patience_s)) for record in records]
         await self._finish(tasks, until)
         return records
+
+    def begin(self, request: LiveRequest) -> tuple[LiveRecord, asyncio.Task[None]]:
+        """Send a request now; its record fills up while the task runs."""
+        record = LiveRecord(request)
+        return record, asyncio.create_task(self._try(record))
 
     async def run_closed(
         self, make: Callable[[], LiveRequest], concurrency: int, seconds: float
@@ -169,7 +175,7 @@ class LiveClient:
         body = msgspec.json.encode(
             {
                 "model": self._model,
-                "prompt": self._random.choices(VOCAB, k=request.num_prompt),
+                "prompt": request.text or self._random.choices(VOCAB, k=request.num_prompt),
                 "max_tokens": request.num_outputs,
                 "ignore_eos": True,
                 "temperature": 0,

@@ -9,6 +9,7 @@ from shoal.scheduler.dispatched import Abort, Add, Command, DispatchedSequence
 from shoal.scheduler.outputs import SampledToken, SchedulerOutput, StepOutput
 from shoal.scheduler.scheduler import Scheduler
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.step_pace import StepPace
 
 IDLE_S = 0.050  # the longest silence of an idle worker
 
@@ -69,6 +70,9 @@ class SimulatedWorker:
         self._token_source = token_source
         self._inbox: list[_Message] = []
         self._is_stepping = False
+        scheduler.pace = StepPace.measured(
+            lambda decodes, tokens: cost.seconds(StepShape(tokens, decodes, tokens + decodes))
+        )
         self._wait = 0  # number of the present wait: a timer of an earlier one is void
 
     def start(self) -> None:
@@ -106,7 +110,7 @@ class SimulatedWorker:
         self.num_steps += 1
         self.num_scheduled += len(output.scheduled)
         self._is_stepping = True
-        self.scheduler.pace.note(output.num_tokens, seconds)
+        self.scheduler.note_duration(output, seconds)
         self._loop.after(seconds, self._end_step, output)
 
     def _end_step(self, output: SchedulerOutput) -> None:

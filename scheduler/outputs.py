@@ -62,6 +62,11 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.scheduled)
 
+    @property
+    def num_decodes(self) -> int:
+        """Sequences that run one token."""
+        return sum(item.num_tokens == 1 for item in self.scheduled)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

@@ -39,10 +39,13 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int  # the token budget of one step
     max_model_len: int  # prompt and output together
+    decode_stretch: float = 2.0  # times as long prompts may make a step for those that decode
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.max_model_len < 2:
             raise ValueError("max_num_seqs must be at least 1 and max_model_len at least 2.")
+        if self.decode_stretch < 1:
+            raise ValueError("decode_stretch must be at least 1.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 "max_num_batched_tokens must be at least max_num_seqs, so that every running "
@@ -95,7 +98,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self._max_num_running = min(config.max_num_seqs, most_running or config.max_num_seqs)
-        self.pace = StepPace()  # fed by whoever runs the steps
+        self.pace = StepPace()  # better one that was measured
         self.num_preemptions = 0
         self.num_query_tokens = 0  # of new sequences, looked up among the cached prefixes
         self.num_hit_tokens = 0  # of these, found
@@ -225,6 +228,11 @@ class Scheduler:
                 outputs.append(self._append(sequence, sampled[sequence.seq_id]))
         return outputs
 
+    def note_duration(self, output: SchedulerOutput, seconds: float) -> None:
+        """A step took so long to run: what the lengths of later steps go by."""
+        num_decodes = output.num_decodes
+        self.pace.note(num_decodes, output.num_tokens - num_decodes, seconds)
+
     @property
     def is_loading(self) -> bool:
         """Whether blocks are on their way from disk."""
@@ -321,7 +329,7 @@ class Scheduler:
         for sequence in members:
             if sequence.eviction is not None:
                 self.kv.make_room(sequence)
-        return share_budget(members, whole_budget, self.pace)
+        return share_budget(members, whole_budget, self.pace, self.config.decode_stretch)
 
     def _take_turns(self, most: int) -> list[Sequence]:
         """The running sequences, in arrival order; at most ``most``, and the others next time."""

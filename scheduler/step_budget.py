@@ -10,20 +10,26 @@ from shoal.scheduler.step_pace import StepPace
 # when somebody's urgent prompt comes; beside an urgent one the others still get a little.
 _YIELDING_SHARE = 3 / 16
 _BESIDE_URGENT_SHARE = 1 / 16
-_LEAST_SHARE = 1 / 16  # of prefills, however short the steps should be
+# However short steps should be, so many rows are computed for one reading of the weights, and so
+# many prompt tokens, or a prompt beside many decodes would never end.
+_LEAST_ROWS = 32
+_LEAST_PREFILL = 16
+_MOST_WAITING = 4.0  # that one decode is weighed against
 
 
-def share_budget(members: Many[Sequence], budget: int, pace: StepPace) -> dict[int, int]:
+def share_budget(
+    members: Many[Sequence], budget: int, pace: StepPace, decode_stretch: float
+) -> dict[int, int]:
     """Tokens to run by seq_id, of ``members`` in arrival order.
 
     A sequence that lacks one token (decode) gets it. The others share what is left, or less where
-    a decode's ``tpot_s`` asks for shorter steps. Urgent prefills go first.
+    decodes should not be held up: see ``_most_prefill``. Urgent prefills go first.
     """
     num_tokens = {s.seq_id: 1 for s in members if s.num_runnable_tokens == 1}
     prefills = [s for s in members if s.num_runnable_tokens > 1]
     if not prefills:
         return num_tokens
-    left = min(budget - len(num_tokens), _most_prefill(members, budget, len(num_tokens), pace))
+    left = min(budget - len(num_tokens), _most_prefill(members, pace, decode_stretch))
     urgent = [s for s in prefills if s.urgency > 0]
     others = [s for s in prefills if s.urgency <= 0]
     if urgent and others:
@@ -97,10 +103,20 @@ def _grant(num_tokens: dict[int, int], prefills: Many[Sequence], budget: int) ->
     return budget - left
 
 
-def _most_prefill(members: Many[Sequence], budget: int, num_decodes: int, pace: StepPace) -> int:
-    """Prefill tokens of a step that is as short as the decodes in it want."""
-    targets = [s.tpot_s for s in members if s.tpot_s is not None and s.num_runnable_tokens == 1]
-    if not targets:
-        return budget
-    most = pace.num_tokens_in(min(targets)) - num_decodes
-    return max(most, 1, int(budget * _LEAST_SHARE))
+def _most_prefill(members: Many[Sequence], pace: StepPace, decode_stretch: float) -> int:
+    """Prefill tokens of a step that is as short as the decodes in it want; all, without decodes.
+
+    A decode with a ``tpot_s`` wants no longer step. To the others prompts may add
+    ``decode_stretch - 1`` times what the decodes take alone, and more where more sequences wait for
+    their first token than decode, so that neither side waits much longer than the other. How fast
+    steps are decides only when a token is computed, never what it is.
+    """
+    decodes = [s for s in members if s.num_runnable_tokens == 1]
+    if not decodes:
+        return sum(s.num_runnable_tokens for s in members)
+    num_waiting = sum(s.num_runnable_tokens > 1 and s.urgency >= 0 for s in members)
+    weight = min(_MOST_WAITING, max(1.0, num_waiting / len(decodes)))
+    usual = pace.seconds(len(decodes)) * (1 + (decode_stretch - 1) * weight)
+    seconds = min(usual if s.tpot_s is None else s.tpot_s for s in decodes)
+    most = pace.num_prompt_tokens_in(seconds, len(decodes))
+    return max(most, _LEAST_ROWS - len(decodes), _LEAST_PREFILL)

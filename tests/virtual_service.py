@@ -10,11 +10,16 @@ from shoal.scheduler.dispatched import Abort, Command, Delivery
 from shoal.scheduler.dispatcher import Dispatcher
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sequence import FinishReason, Sequence
+from shoal.scheduler.step_pace import StepPace
 from shoal.scheduler.worker_ledger import WorkerCapacity
 
 # A step reads all weights whatever it computes, so its base outweighs its tokens.
 STEP_BASE_S = 0.020
 STEP_PER_TOKEN_S = 0.00005
+
+
+def step_seconds(num_tokens: int) -> float:
+    return STEP_BASE_S + STEP_PER_TOKEN_S * num_tokens
 
 
 @dataclass
@@ -49,6 +54,7 @@ class VirtualService:
         self.scheduler = make_scheduler(
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=256
         )
+        self.scheduler.pace = StepPace.measured(lambda *tokens: step_seconds(sum(tokens)))
         config = self.scheduler.config
         capacity = WorkerCapacity(
             num_blocks,
@@ -127,8 +133,8 @@ class VirtualService:
 
     def _step(self) -> None:
         output = self.scheduler.schedule()
-        seconds = STEP_BASE_S + STEP_PER_TOKEN_S * output.num_tokens
-        self.scheduler.pace.note(output.num_tokens, seconds)
+        seconds = step_seconds(output.num_tokens)
+        self.scheduler.note_duration(output, seconds)
         self.now += seconds
         sampled = {
             item.sequence.seq_id: fake_token(item.sequence.seq_id, item.sequence.num_output_tokens)

@@ -3,8 +3,8 @@
 import pytest
 from builders import make_sampling
 
+from shoal.scheduler import step_budget
 from shoal.scheduler.sequence import Sequence
-from shoal.scheduler.step_budget import share_budget
 from shoal.scheduler.step_pace import StepPace
 
 BUDGET = 512
@@ -20,11 +20,16 @@ def decode(seq_id: int, tpot_s: float | None = None) -> Sequence:
     return sequence
 
 
-def make_pace(base: float, rate: float) -> StepPace:
-    pace = StepPace()
-    for num_tokens in (1, 500, 64, 200, 300, 8):
-        pace.note(num_tokens, base + rate * num_tokens)
-    return pace
+def make_pace(base: float, rate: float, decode: float | None = None) -> StepPace:
+    """The pace of a model whose steps take ``base + rate * prompt tokens + decode * decodes``."""
+    decode = rate if decode is None else decode
+    return StepPace.measured(lambda decodes, tokens: base + decode * decodes + rate * tokens)
+
+
+def share_budget(
+    members: list[Sequence], budget: int, pace: StepPace, decode_stretch: float = 2.0
+) -> dict[int, int]:
+    return step_budget.share_budget(members, budget, pace, decode_stretch)
 
 
 class TestUrgency:
@@ -71,13 +76,13 @@ class TestTpot:
 
     def test_the_strictest_counts(self) -> None:
         pace = make_pace(base=0.010, rate=0.001)
-        members = [decode(0, tpot_s=0.3), decode(1, tpot_s=0.1), decode(2), prefill(3, 600)]
+        members = [decode(0, tpot_s=0.3), decode(1, tpot_s=0.1), prefill(3, 600)]
         assert 80 < sum(share_budget(members, BUDGET, pace).values()) <= 90
 
     def test_a_target_out_of_reach_does_not_stop_prefills(self) -> None:
         pace = make_pace(base=0.010, rate=0.001)
         shares = share_budget([decode(0, tpot_s=0.001), prefill(1, 600)], BUDGET, pace)
-        assert shares[1] == BUDGET // 16
+        assert shares == {0: 1, 1: 31}
 
     def test_it_means_nothing_before_a_first_token(self) -> None:
         pace = make_pace(base=0.010, rate=0.001)
@@ -86,26 +91,109 @@ class TestTpot:
         assert share_budget([waiting, prefill(1, 40)], BUDGET, pace) == {0: 472, 1: 40}
 
 
+class TestStretch:
+    """Decodes without a target of their own."""
+
+    BASE, RATE, DECODE = 0.010, 0.001, 0.002
+
+    def seconds(self, shares: dict[int, int], num_decodes: int) -> float:
+        num_prompt_tokens = sum(shares.values()) - num_decodes
+        return self.BASE + self.RATE * num_prompt_tokens + self.DECODE * num_decodes
+
+    def share(self, num_decodes: int, num_prefills: int, stretch: float) -> dict[int, int]:
+        members = [decode(i) for i in range(num_decodes)]
+        members += [prefill(100 + i, 2000) for i in range(num_prefills)]
+        pace = make_pace(self.BASE, self.RATE, self.DECODE)
+        shares = share_budget(members, BUDGET, pace, stretch)
+        assert all(shares[i] == 1 for i in range(num_decodes))
+        return shares
+
+    @pytest.mark.parametrize("num_decodes", [12, 16, 32, 64])
+    @pytest.mark.parametrize("stretch", [1.7, 2.0, 3.0])
+    def test_a_prompt_stretches_their_step_so_far(self, num_decodes: int, stretch: float) -> None:
+        alone = self.BASE + self.DECODE * num_decodes
+        seconds = self.seconds(self.share(num_decodes, 1, stretch), num_decodes)
+        assert seconds == pytest.approx(stretch * alone, rel=0.1)
+
+    def test_several_prompts_no_farther_while_more_sequences_decode(self) -> None:
+        one, several = self.share(16, 1, 2.0), self.share(16, 15, 2.0)
+        assert sum(one.values()) == sum(several.values())
+
+    def test_each_that_waits_weighs_as_much_as_one_that_decodes(self) -> None:
+        alone = self.BASE + self.DECODE * 4
+        assert self.seconds(self.share(4, 12, 2.0), 4) == pytest.approx(4 * alone, rel=0.15)
+        assert self.seconds(self.share(4, 400, 2.0), 4) == pytest.approx(5 * alone, rel=0.15)
+
+    def test_rows_stay_enough_for_one_reading_of_the_weights(self) -> None:
+        assert sum(self.share(1, 1, 1.0).values()) == 32
+        assert sum(self.share(20, 1, 1.0).values()) == 20 + 16
+
+    def test_without_decodes_all_of_the_budget_is_used(self) -> None:
+        assert sum(self.share(0, 1, 1.0).values()) == BUDGET
+
+    def test_what_steps_cost_most_of_does_not_shrink_a_portion(self) -> None:
+        """Where reading the weights takes most of the time, prompts cost decodes little."""
+        pace = make_pace(base=0.010, rate=0.00002)
+        members = [decode(0), decode(1), prefill(2, 2000)]
+        assert sum(share_budget(members, BUDGET, pace).values()) > 400
+
+    def test_who_yields_does_not_weigh(self) -> None:
+        members = [decode(0)] + [prefill(1 + i, 2000, urgency=-1) for i in range(9)]
+        pace = make_pace(self.BASE, self.RATE, self.DECODE)
+        assert sum(share_budget(members, BUDGET, pace).values()) == 32
+
+
 class TestPace:
-    def test_it_learns_base_and_rate(self) -> None:
-        pace = make_pace(base=0.02, rate=0.0001)
-        assert pace.num_tokens_in(0.04) == pytest.approx(200, abs=2)
-        assert pace.tokens_of_base == pytest.approx(200, abs=2)
+    @pytest.mark.parametrize("is_measured", [True, False])
+    def test_it_learns_base_and_rates(self, is_measured: bool) -> None:
+        pace = make_pace(base=0.02, rate=0.0001, decode=0.001) if is_measured else StepPace()
+        for _ in range(40):
+            for decodes, tokens in ((16, 0), (1, 0), (0, 500), (3, 64), (8, 0), (16, 200)):
+                pace.note(decodes, tokens, 0.02 + 0.0001 * tokens + 0.001 * decodes)
+        assert pace.seconds(10) == pytest.approx(0.03, rel=0.05)
+        assert pace.num_prompt_tokens_in(0.05, 10) == pytest.approx(200, rel=0.05)
+        assert pace.tokens_of_base == pytest.approx(200, rel=0.05)
 
     def test_it_follows_a_change(self) -> None:
         pace = make_pace(base=0.02, rate=0.0001)
-        for step in range(400):
-            pace.note(10 + step % 90, 0.01 + 0.001 * (10 + step % 90))
-        assert pace.num_tokens_in(0.11) == pytest.approx(100, abs=3)
+        for step in range(100):
+            num_tokens = step % 5 * 50
+            pace.note(10, num_tokens, 0.02 + 0.001 * num_tokens)
+        assert pace.num_prompt_tokens_in(0.12, 10) == pytest.approx(100, rel=0.05)
 
-    def test_steps_of_one_size_are_taken_to_have_no_base(self) -> None:
-        pace = StepPace()
-        for _ in range(10):
-            pace.note(64, 0.064)
-        assert pace.num_tokens_in(0.1) == pytest.approx(100, abs=1)
+    def test_a_machine_is_not_always_steady_when_it_is_measured(self) -> None:
+        pace = StepPace.measured(lambda decodes, tokens: 0.05 if decodes == 1 else 0.02)
+        assert pace.seconds(3) == 0.05
+        assert pace.num_prompt_tokens_in(0.1, 3) > 10**6
+        for _ in range(40):
+            pace.note(8, 0, 0.02)
+            pace.note(8, 100, 0.04)
+        assert pace.num_prompt_tokens_in(0.04, 8) == pytest.approx(100, rel=0.1)
 
-    def test_little_evidence_limits_nothing(self) -> None:
+    def test_a_prompt_whose_context_grows_does_not_make_decodes_dear(self) -> None:
+        pace = make_pace(base=0.01, rate=0.0005, decode=0.001)
+        for step in range(70):
+            pace.note(16, 40, 0.026 + 40 * 0.0005 * (1 + step / 50))
+        assert pace.seconds(16) == pytest.approx(0.026, rel=0.15)
+        assert pace.seconds(16, 40) == pytest.approx(0.074, rel=0.1)
+
+    def test_one_shape_alone_makes_nothing_drift(self) -> None:
+        pace = make_pace(base=0.02, rate=0.0001, decode=0.001)
+        for _ in range(5000):
+            pace.note(16, 40, 0.04)
+        assert pace.seconds(16) == pytest.approx(0.036, rel=0.05)
+
+    def test_a_step_that_was_held_up_changes_little(self) -> None:
+        pace = make_pace(base=0.02, rate=0.0001, decode=0.001)
+        pace.note(16, 0, 5.0)
+        assert pace.seconds(16) < 1.4 * 0.036
+
+    def test_knowing_nothing_it_limits_nothing(self) -> None:
         pace = StepPace()
-        pace.note(100, 1.0)
-        assert pace.num_tokens_in(0.001) > 10**6
+        assert pace.num_prompt_tokens_in(0.001, 3) > 10**6
         assert pace.tokens_of_base == 0
+
+    def test_the_first_step_counts_by_its_rows(self) -> None:
+        pace = StepPace()
+        pace.note(4, 80, 0.1)
+        assert pace.seconds(34) == pytest.approx(0.05)
