@@ -25,7 +25,9 @@ class RunResult:
 
     sampled: dict[int, SampledToken]
     failed: dict[int, str]
-    deferred: set[int] = field(default_factory=set)  # not run: too large for the memory left
+    deferred: set[int] = field(
+        default_factory=set
+    )  # not run yet: for want of memory, or of a matcher
     # What each block of the table got, of the sequences whose KV policy goes by it.
     block_mass: dict[int, list[int]] = field(default_factory=dict)
     # Prompt tokens by position, of the sequences that want theirs scored.

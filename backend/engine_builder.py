@@ -89,7 +89,9 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         loaded.config.vocab_size,
         loaded.config.eos_token_ids,
     )
-    grammars = GrammarMatchers(compiler, 2 * config.max_num_seqs)
+    grammars = GrammarMatchers(
+        compiler, 2 * config.max_num_seqs, num_threads=torch.get_num_threads()
+    )
     runner = ModelRunner(
         model, kv_cache, device, guard, mover, grammars=grammars, native=native, images=images
     )

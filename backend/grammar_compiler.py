@@ -60,11 +60,35 @@ class GrammarCompiler:
             self._compiled.move_to_end(grammar)
             return future
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def forget(self, grammar: str, compiled: "Future[LLMatcher]") -> None:
+        """Compile anew for the next who asks, unless that was done already."""
+        with self._lock:
+            if self._compiled.get(grammar) is compiled:
+                del self._compiled[grammar]
+
+    def follow(self, grammar: str, token_ids: list[int]) -> "Future[LLMatcher]":
+        """A matcher of its own, of which nothing is shared, that has followed an output step by
+        step. The future's exception is a GrammarError where the grammar breaks on the way."""
+        return self._pool.submit(self._follow, grammar, token_ids)
+
+    def _follow(self, grammar: str, token_ids: list[int]) -> LLMatcher:
+        matcher = self._new_matcher(grammar)
+        for token_id in token_ids:
+            matcher.compute_bitmask()  # as each step did: it builds what the next one needs
+            if not matcher.consume_token(token_id):
+                break
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        return matcher
+
+    def _new_matcher(self, grammar: str) -> LLMatcher:
         if self._vocabulary is None:
             tokenizer = _rename_special_tokens(self._load_tokenizer().to_json())
             self._vocabulary = LLTokenizer(tokenizer, self._vocab_size, self._eos_token_ids)
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+        return LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = self._new_matcher(grammar)
         probe = matcher.deep_copy()
         if not probe.is_error():
             # The first steps build much of the lexer, which all copies share, and show most faults.

@@ -8,32 +8,72 @@ model gave them.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
+from shoal.kernels.native_library import NativeLibrary
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import Sequence
 
-# Of sequences that follow a grammar, by seq_id: which tokens may come next, bool [vocab_size].
-AllowedTokens = Mapping[int, torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """Which tokens may come next in sequences that follow a grammar.
+
+    ``packed`` is int32 [n, (vocab_size + 31) // 32] on the CPU, a bit a token, the lowest first;
+    ``rows`` says by seq_id which row is whose.
+    """
+
+    packed: torch.Tensor
+    rows: dict[int, int] = field(default_factory=dict)
+
+    def of(self, seq_id: int, vocab_size: int) -> torch.Tensor:
+        """Of one sequence, unpacked: bool [vocab_size]."""
+        return ~_forbidden(self.packed[self.rows[seq_id]][None], vocab_size)[0]
+
+
+NONE_ALLOWED = AllowedTokens(torch.zeros(0, 0, dtype=torch.int32))
 
 
 def process_logits(
-    logits: torch.Tensor, sequences: list[Sequence], allowed_tokens: AllowedTokens
+    logits: torch.Tensor,
+    sequences: list[Sequence],
+    allowed_tokens: AllowedTokens = NONE_ALLOWED,
+    native: NativeLibrary | None = None,
+    in_place: bool = False,
 ) -> torch.Tensor:
-    """Logits [num_samples, vocab_size] as the sequences want them; a copy where any differs."""
+    """Logits [num_samples, vocab_size] as the sequences want them; unless ``in_place``, a copy
+    where any differs."""
     rows = [row for row, sequence in enumerate(sequences) if _changes_logits(sequence)]
     if not rows:
         return logits
-    processed = logits.clone()
+    processed = logits if in_place else logits.clone()
+    masked = [row for row in rows if sequences[row].sampling.grammar is not None]
+    if masked:
+        wanted = [allowed_tokens.rows[sequences[row].seq_id] for row in masked]
+        _mask(processed, masked, allowed_tokens.packed[wanted], native)
     for row in rows:
-        sequence = sequences[row]
-        if sequence.sampling.grammar is not None:
-            allowed = allowed_tokens[sequence.seq_id].to(logits.device)
-            processed[row].masked_fill_(~allowed, -math.inf)
-        _process_row(processed[row], sequence)
+        _process_row(processed[row], sequences[row])
     return processed
+
+
+def _mask(
+    logits: torch.Tensor, rows: list[int], packed: torch.Tensor, native: NativeLibrary | None
+) -> None:
+    if native is not None:
+        native.mask(logits, rows, packed)
+        return
+    forbidden = _forbidden(packed.to(logits.device), logits.shape[1])
+    for row, mask in zip(rows, forbidden, strict=True):
+        logits[row].masked_fill_(mask, -math.inf)
+
+
+def _forbidden(packed: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """What is not allowed; bool [n, vocab_size]."""
+    bits = torch.arange(32, dtype=torch.int32, device=packed.device)
+    return ((packed[:, :, None] >> bits) & 1).eq(0).flatten(1)[:, :vocab_size]
 
 
 def stop_ids(sequence: Sequence) -> Iterable[int]:

@@ -10,11 +10,11 @@ import torch
 
 from shoal.backend.engine import RunResult
 from shoal.backend.forward_batch import ForwardBatch, GroupTables, HiddenStates, SoftTokens
-from shoal.backend.grammar_compiler import GrammarError
 from shoal.backend.grammar_matcher import GrammarMatchers
 from shoal.backend.image_store import ImageStore
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.kv_mover import KVMover
+from shoal.backend.logits_processors import NONE_ALLOWED, AllowedTokens
 from shoal.backend.logits_rows import LogitsRows, PooledTokens, ScoredTokens
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
 from shoal.backend.sampler import SampleError, describe_token, sample
@@ -118,29 +118,32 @@ class ModelRunner:
         if rows.scored or rows.pooled:
             logits = logits[rows.sampled]
         allowed = self._allowed_tokens(sequences, logits.shape[-1], result)
-        whole = [i for i, item in enumerate(sequences) if item.seq_id not in result.refused]
+        left_out = result.refused.keys() | result.deferred
+        whole = [i for i, item in enumerate(sequences) if item.seq_id not in left_out]
         if len(whole) < len(sequences):
+            if not whole:
+                return
             logits, sequences = logits[whole], [sequences[row] for row in whole]
-        tokens = sample(logits, sequences, allowed, self._native)
+        tokens = sample(logits, sequences, allowed, self._native, keeps_logits=False)
         for sequence, token in zip(sequences, tokens, strict=True):
             _record(result, sequence, token)
 
     def _allowed_tokens(
         self, sequences: list[Sequence], vocab_size: int, result: RunResult
-    ) -> dict[int, torch.Tensor]:
-        """By seq_id, of those that follow a grammar. One whose grammar breaks is refused."""
-        allowed: dict[int, torch.Tensor] = {}
-        for sequence in sequences:
-            if sequence.sampling.grammar is None:
-                continue
-            assert self._grammars is not None
-            try:
-                allowed[sequence.seq_id] = self._grammars.allowed_tokens(sequence, vocab_size)
-            except GrammarError as error:
-                logger.info("the grammar of sequence %d broke: %s", sequence.seq_id, error)
+    ) -> AllowedTokens:
+        """Of those that follow a grammar. One whose grammar breaks is refused."""
+        bound = [sequence for sequence in sequences if sequence.sampling.grammar is not None]
+        if not bound:
+            return NONE_ALLOWED
+        assert self._grammars is not None
+        masks = self._grammars.masks(bound, vocab_size)
+        result.deferred.update(masks.waiting)
+        for sequence in bound:
+            if reason := masks.broken.get(sequence.seq_id):
+                logger.info("the grammar of sequence %d broke: %s", sequence.seq_id, reason)
                 param = sequence.sampling.grammar_param or "grammar"
-                result.refused[sequence.seq_id] = unusable_grammar(param, str(error)).message
-        return allowed
+                result.refused[sequence.seq_id] = unusable_grammar(param, reason).message
+        return masks.allowed
 
     def _after_failed_allocation(self, scheduled: Batch, result: RunResult) -> list[Batch]:
         """Have memory freed and say what to run instead."""

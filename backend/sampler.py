@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.backend.logits_processors import AllowedTokens, process_logits
+from shoal.backend.logits_processors import NONE_ALLOWED, AllowedTokens, process_logits
 from shoal.backend.philox import NUM_RANDOM_BITS, random_bits
 from shoal.kernels.native_library import NativeLibrary, SampleParams
 from shoal.scheduler.outputs import SampledToken
@@ -27,7 +27,6 @@ WEIGHT_ONE = 2**40
 # top_p first looks among this many most likely tokens, and sorts the whole row only if they do
 # not reach top_p together.
 TOP_P_PREFIX = 1024
-_NONE_ALLOWED: AllowedTokens = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +37,23 @@ class SampleError:
 
 
 def sample(
-    logits: torch.Tensor,  # float32 [num_samples, vocab_size], left unchanged
+    logits: torch.Tensor,  # float32 [num_samples, vocab_size]
     sequences: list[Sequence],  # one a row
-    allowed_tokens: AllowedTokens = _NONE_ALLOWED,
+    allowed_tokens: AllowedTokens = NONE_ALLOWED,
     native: NativeLibrary | None = None,
+    keeps_logits: bool = True,
 ) -> list[SampledToken | SampleError]:
     """Choose the next token of each sequence; those with a grammar need their allowed tokens.
+
+    Unless ``keeps_logits``, the logits may be changed.
 
     The native kernels do it in one call. Their sums of floats have another order, so about one draw
     in a million falls on a neighbouring token; the rest is the same.
     """
     if logits.device.type == "mps":  # sampling there would need 64-bit types that it lacks
         logits = logits.cpu()
-    allowed = process_logits(logits, sequences, allowed_tokens)
+    in_place = not keeps_logits and all(s.sampling.logprobs is None for s in sequences)
+    allowed = process_logits(logits, sequences, allowed_tokens, native, in_place)
     if native is None:
         token_ids = _choose(allowed, sequences)
     else:

@@ -65,6 +65,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "shoal_attention": (_Int, [_Int, _Int, *[_Pointer] * 6]),
     "shoal_sample": (_Int, [_Int, _Pointer, _Size, _Size, _Pointer, _Pointer]),
+    "shoal_mask": (_Int, [_Int, _Pointer, _Size, _Pointer, _Size, _Pointer]),
     "shoal_plan_create": (
         _Pointer,
         [_Int, _Pointer, _Size, _Pointer, _Size, _Pointer, _Size],
@@ -396,6 +397,24 @@ class NativeLibrary:
             )
         )
         return tokens.tolist()
+
+    def mask(self, logits: torch.Tensor, rows: "list[int]", masks: torch.Tensor) -> None:
+        """Set to -inf, in place, what the masks leave out in these rows of float32 ``logits``
+        [num_rows, vocab_size]. ``masks``: int32 [len(rows), (vocab_size + 31) // 32], a bit a
+        token, the lowest first."""
+        vocab_size = logits.shape[1]
+        indices = torch.tensor(rows, dtype=torch.int64)
+        assert masks.shape == (len(rows), (vocab_size + 31) // 32)
+        _check_code(
+            self.functions.shoal_mask(
+                min(torch.get_num_threads(), len(rows)),
+                pointer(logits, torch.float32),
+                vocab_size,
+                pointer(indices),
+                len(rows),
+                pointer(masks, torch.int32),
+            )
+        )
 
 
 class SampleParams(ctypes.Structure):

@@ -4,6 +4,7 @@
 
 #include <new>
 
+#include "mask.h"
 #include "plan.h"
 #include "sample.h"
 
@@ -163,6 +164,19 @@ int shoal_sample(int num_threads, const float* logits, int64_t num_rows, int64_t
     team.share(0, num_rows, 1, [&](int64_t row) {
       tokens[row] = scratch[omp_get_thread_num()].sample(logits + row * vocab_size, vocab_size,
                                                          params[row]);
+    });
+  });
+}
+
+// Masks rows[i] of the logits with masks[i]; words as in mask.h.
+int shoal_mask(int num_threads, float* logits, int64_t vocab_size, const int64_t* rows,
+               int64_t num_rows, const uint32_t* masks) {
+  return guarded([&] {
+    const int64_t num_words = (vocab_size + 31) / 32;
+    Team team(1);
+#pragma omp parallel num_threads(num_threads)
+    team.share(0, num_rows, 1, [&](int64_t i) {
+      mask_row(logits + rows[i] * vocab_size, vocab_size, masks + i * num_words);
     });
   });
 }

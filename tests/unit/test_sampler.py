@@ -6,7 +6,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TypicalLogitsWarper
 
 from shoal.backend import sampler
-from shoal.backend.logits_processors import process_logits
+from shoal.backend.logits_processors import NONE_ALLOWED, AllowedTokens, process_logits
 from shoal.backend.sampler import SampleError
 from shoal.backend.weights.catalogue import kernels_dir
 from shoal.kernels.native_library import NativeLibrary, load_native
@@ -26,7 +26,7 @@ def way(request):
 
 
 def sample(logits, sequences, allowed_tokens=None):
-    return sampler.sample(logits, sequences, allowed_tokens or {}, _way["native"])
+    return sampler.sample(logits, sequences, allowed_tokens or NONE_ALLOWED, _way["native"])
 
 
 def sequence(params=GREEDY, num_outputs=0, seq_id=1, eos=(2,)):
@@ -247,7 +247,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
     expected = RepetitionPenaltyLogitsProcessor(penalty)(
         torch.tensor([seq.token_ids]), logits.clone()
     )
-    assert torch.equal(process_logits(logits, [seq], {}), expected)
+    assert torch.equal(process_logits(logits, [seq]), expected)
 
 
 def test_logit_bias_moves_the_choice_and_not_the_reported_logprob():
@@ -263,11 +263,11 @@ def test_processors_leave_the_neighbours_and_the_input_alone():
     before = logits.clone()
     changed = SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=((3, 50.0),))
     rows = [sequence(num_outputs=4), sequence(changed, num_outputs=4), sequence(num_outputs=4)]
-    processed = process_logits(logits, rows, {})
+    processed = process_logits(logits, rows)
     assert torch.equal(logits, before)
     assert torch.equal(processed[[0, 2]], logits[[0, 2]])
     assert processed[1, 3] == logits[1, 3] + 50
-    alone = process_logits(logits[1:2], rows[1:2], {})
+    alone = process_logits(logits[1:2], rows[1:2])
     assert torch.equal(processed[1:2], alone)
 
 
@@ -285,3 +285,29 @@ def replace_stops(item):
     """Without what could forbid the only token of the smallest vocabulary."""
     params = replace(item.sampling, min_tokens=0, logit_bias=())
     return replace(item, sampling=params, token_ids=[0] * len(item.token_ids))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 272, 1000])
+def test_masks_leave_what_they_allow(vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(4, vocab_size, generator=generator)
+    logits[0, 0] = math.nan
+    words = (vocab_size + 31) // 32
+    packed = torch.randint(-(2**31), 2**31, (3, words), generator=generator, dtype=torch.int32)
+    packed[0, 0], packed[1] = -1, 0
+    rows = [
+        Sequence(seq_id, [1], 1, SamplingParams(grammar="x" if seq_id != 2 else None))
+        for seq_id in range(4)
+    ]
+    allowed = AllowedTokens(packed, {0: 2, 1: 0, 3: 1})
+    expected = logits.clone()
+    for seq_id, row in allowed.rows.items():
+        for token_id in range(vocab_size):
+            if not int(packed[row, token_id // 32]) >> token_id % 32 & 1:
+                expected[seq_id, token_id] = -math.inf
+    before = logits.clone()
+    found = process_logits(logits, rows, allowed, _way["native"])
+    assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
+    assert torch.equal(logits.nan_to_num(9), before.nan_to_num(9))
+    assert process_logits(logits, rows, allowed, _way["native"], in_place=True) is logits
+    assert torch.equal(logits.nan_to_num(9), expected.nan_to_num(9))

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,7 @@ from json_schemas import all_schemas
 from text_builders import EOS, make_tokenizer
 
 from shoal.backend.grammar_compiler import GrammarCompiler, GrammarError
-from shoal.backend.grammar_matcher import GrammarMatchers
+from shoal.backend.grammar_matcher import GrammarMatchers, StepMasks
 from shoal.backend.sampler import sample
 from shoal.backend.structured_output import FIELDS, take_grammar
 from shoal.scheduler.errors import RequestError
@@ -53,9 +54,24 @@ def random_logits(seed: int, step: int) -> torch.Tensor:
     return logits
 
 
+def masks_of(matchers: GrammarMatchers, sequence: Sequence) -> StepMasks:
+    """Of the first step in which the sequence need not wait."""
+    while (masks := matchers.masks([sequence], VOCAB)).waiting:
+        time.sleep(0.001)
+    return masks
+
+
+def allowed_tokens(matchers: GrammarMatchers, sequence: Sequence) -> torch.Tensor:
+    """bool [vocab_size]; raises GrammarError."""
+    masks = masks_of(matchers, sequence)
+    if masks.broken:
+        raise GrammarError(masks.broken[sequence.seq_id])
+    return masks.allowed.of(sequence.seq_id, VOCAB)
+
+
 def next_token(matchers: GrammarMatchers, sequence: Sequence) -> int:
     logits = random_logits(sequence.sampling.seed or 0, sequence.num_output_tokens)
-    allowed = {sequence.seq_id: matchers.allowed_tokens(sequence, VOCAB)}
+    allowed = masks_of(matchers, sequence).allowed
     (token,) = sample(logits, [sequence], allowed)
     assert isinstance(token, SampledToken), token
     return token.token_id
@@ -173,7 +189,7 @@ def test_a_keyword_is_enforced_or_refused_by_name(
     sequence = make_sequence(grammar, 0, seq_id=1000)
     for byte in [*json.dumps(breaks).encode(), EOS]:
         try:
-            allowed = matchers.allowed_tokens(sequence, VOCAB)
+            allowed = allowed_tokens(matchers, sequence)
         except GrammarError:
             return
         if not allowed[byte]:
@@ -183,7 +199,7 @@ def test_a_keyword_is_enforced_or_refused_by_name(
 
 
 def test_padding_of_the_vocabulary_is_never_allowed(matchers: GrammarMatchers) -> None:
-    allowed = matchers.allowed_tokens(make_sequence(grammar_of(guided_regex=".*"), 0, 900), VOCAB)
+    allowed = allowed_tokens(matchers, make_sequence(grammar_of(guided_regex=".*"), 0, 900))
     assert allowed[ord("a")]
     assert not allowed[260:].any()
 
@@ -193,7 +209,7 @@ def test_space_between_tokens_is_bounded(matchers: GrammarMatchers) -> None:
     for _ in range(8):
         sequence.token_ids.append(ord(" "))
     sequence.token_ids[3:] = [ord("{"), *[ord(" ")] * 8]
-    assert not matchers.allowed_tokens(sequence, VOCAB)[ord(" ")]
+    assert not allowed_tokens(matchers, sequence)[ord(" ")]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +308,7 @@ def test_output_that_breaks_the_grammar_fails_its_sequence(matchers: GrammarMatc
     sequence = make_sequence(grammar_of(guided_choice=["yes"]), 0, seq_id=4000)
     sequence.token_ids.append(ord("n"))
     with pytest.raises(GrammarError):
-        matchers.allowed_tokens(sequence, VOCAB)
+        allowed_tokens(matchers, sequence)
 
 
 def test_a_grammar_is_compiled_once() -> None:
