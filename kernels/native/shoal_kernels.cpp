@@ -173,7 +173,7 @@ int shoal_mask(int num_threads, float* logits, int64_t vocab_size, const int64_t
                int64_t num_rows, const uint32_t* masks) {
   return guarded([&] {
     const int64_t num_words = (vocab_size + 31) / 32;
-    Team team(1);
+    Team team(1, num_threads);
 #pragma omp parallel num_threads(num_threads)
     team.share(0, num_rows, 1, [&](int64_t i) {
       mask_row(logits + rows[i] * vocab_size, vocab_size, masks + i * num_words);
