@@ -22,8 +22,9 @@ STOP_TIMEOUT_S = 60.0
 
 
 @contextmanager
-def live_server(port: int, **settings: Any) -> Iterator[int]:
-    """Serve the default model with these engine settings on ``port`` and the three after it.
+def live_server(port: int, *flags: str, **settings: Any) -> Iterator[int]:
+    """Serve the default model with these engine settings on ``port`` and the three after it;
+    ``flags`` are further ones of ``shoal serve``.
 
     Yields the port of the OpenAI endpoint. Raises RuntimeError when the server does not come up.
     """
@@ -33,12 +34,12 @@ def live_server(port: int, **settings: Any) -> Iterator[int]:
         version.mkdir(parents=True)
         (version.parent / "config.pbtxt").write_text('backend: "shoal"\n')
         (version / "model.yaml").write_text(yaml.safe_dump({"weights": MODEL, **settings}))
-        flags = [
+        ports = [
             f"--{what}-port={port + i}"
             for i, what in enumerate(("openai", "http", "grpc", "metrics"))
         ]
         command = [str(Path(sys.executable).parent / "shoal"), "serve"]
-        command += [f"--model-repository={folder / 'models'}", *flags]
+        command += [f"--model-repository={folder / 'models'}", *ports, *flags]
         with (folder / "serve.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
