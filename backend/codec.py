@@ -6,18 +6,22 @@ Tensor names are those of NVIDIA's vllm_backend where it has one, so that its cl
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from shoal.backend.chunk import Alternative, Chunk, TokenLogprobs, ToolCallDelta
+from shoal.backend.channel_messages import ChannelOrders
+from shoal.backend.chunk import Chunk
+from shoal.backend.chunk_json import logprobs_json, tool_calls_json
 from shoal.backend.intake import RawRequest
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sequence import FinishReason
 
 _STRING, _BOOL = "TYPE_STRING", "TYPE_BOOL"
+_ORDERS = msgspec.msgpack.Decoder(ChannelOrders)
 
 # name -> (data type, dims). All are optional: text_input, messages and input_ids are alternatives,
 # and a control request has none of them.
@@ -38,6 +42,7 @@ INPUTS: dict[str, tuple[str, list[int]]] = {
     "return_token_ids": (_BOOL, [1]),
     "return_error": (_BOOL, [1]),
     "control": (_STRING, [1]),
+    "channel": ("TYPE_UINT8", [-1]),  # of our own clients: a ChannelOrders
 }
 
 OUTPUTS: dict[str, tuple[str, list[int]]] = {
@@ -56,6 +61,7 @@ OUTPUTS: dict[str, tuple[str, list[int]]] = {
     "index": ("TYPE_UINT32", [-1]),
     "error": (_STRING, [-1]),
     "control_output": (_STRING, [-1]),
+    "channel_output": ("TYPE_UINT8", [-1]),  # a ChannelNews
 }
 
 
@@ -93,6 +99,17 @@ def read_control(request: Any) -> str | None:
         raise RequestError("control must be valid UTF-8.", param="control") from None
 
 
+def read_channel(request: Any) -> ChannelOrders | None:
+    """The channel input, None for any other request. Raises RequestError."""
+    array = _read_array(request, "channel")
+    if array is None:
+        return None
+    try:
+        return _ORDERS.decode(array.tobytes())
+    except (msgspec.MsgspecError, UnicodeError):
+        raise RequestError("channel must hold ChannelOrders.", param="channel") from None
+
+
 def read_request(request: Any, returns: Returns) -> RawRequest:
     """Copy a request out of Triton's shared memory. Raises RequestError, naming the input."""
     return RawRequest(
@@ -123,15 +140,15 @@ class TritonReply:
     what the server keeps for its request, and with it the model, lives as long as the sender.
     """
 
-    def __init__(self, request: Any, returns: Returns) -> None:
+    def __init__(self, request: Any, returns: Returns = Returns()) -> None:
         self._sender = request.get_response_sender()  # None: closed
-        self._returns = returns
+        self.returns = returns
         self._lock = threading.Lock()
 
     def send(self, chunk: Chunk, *others: Chunk) -> None:
         """Send one response, the last one where a chunk is final; ``others`` are of further
         choices of the same request."""
-        if chunk.error is not None and not self._returns.error:
+        if chunk.error is not None and not self.returns.error:
             response = pb_utils.InferenceResponse(
                 output_tensors=[], error=_triton_error(chunk.error)
             )
@@ -139,7 +156,7 @@ class TritonReply:
             response = None  # nobody is there to read an answer
         else:
             response = pb_utils.InferenceResponse(
-                output_tensors=_output_tensors((chunk, *others), self._returns)
+                output_tensors=_output_tensors((chunk, *others), self.returns)
             )
         self._send(response, any(part.final for part in (chunk, *others)))
 
@@ -147,6 +164,11 @@ class TritonReply:
         """Send one answer to a control request."""
         tensors = [_string_tensor("control_output", payload)]
         self._send(pb_utils.InferenceResponse(output_tensors=tensors), final)
+
+    def send_news(self, payload: bytes, final: bool) -> None:
+        """Send one response of a channel."""
+        tensor = pb_utils.Tensor("channel_output", np.frombuffer(payload, np.uint8))
+        self._send(pb_utils.InferenceResponse(output_tensors=[tensor]), final)
 
     def is_cancelled(self) -> bool:
         """Whether the client has gone; a round trip to the server. False once closed."""
@@ -192,16 +214,16 @@ def _output_tensors(chunks: Sequence[Chunk], returns: Returns) -> list[Any]:
     if returns.cumulative_logprob and None not in logprobs:
         tensors.append(_tensor("cumulative_logprob", logprobs, np.float32))
     if returns.logprobs and any(chunk.logprobs for chunk in chunks):
-        tensors.append(_string_tensor("logprobs", *(_logprobs_json(c.logprobs) for c in chunks)))
+        tensors.append(_string_tensor("logprobs", *(logprobs_json(c.logprobs) for c in chunks)))
     if any(chunk.tool_calls for chunk in chunks):
-        calls = (_tool_calls_json(chunk.tool_calls) for chunk in chunks)
+        calls = (tool_calls_json(chunk.tool_calls) for chunk in chunks)
         tensors.append(_string_tensor("tool_calls", *calls))
     if first.embedding:
         tensors.append(_tensor("embedding", list(first.embedding), np.float32))
     if any(chunk.reasoning for chunk in chunks):
         tensors.append(_string_tensor("reasoning_output", *(chunk.reasoning for chunk in chunks)))
     if first.prompt_logprobs:  # which the sampling parameters asked for
-        tensors.append(_string_tensor("prompt_logprobs", _logprobs_json(first.prompt_logprobs)))
+        tensors.append(_string_tensor("prompt_logprobs", logprobs_json(first.prompt_logprobs)))
     if returns.num_input_tokens:
         num_input_tokens = max(chunk.num_input_tokens for chunk in chunks)
         tensors.append(_tensor("num_input_tokens", [num_input_tokens], np.uint32))
@@ -215,32 +237,6 @@ def _output_tensors(chunks: Sequence[Chunk], returns: Returns) -> list[Any]:
     if returns.token_ids and token_ids:
         tensors.append(_tensor("token_ids", token_ids, np.int64))
     return tensors
-
-
-def _tool_calls_json(calls: tuple[ToolCallDelta, ...]) -> str:
-    """Deltas in order: a call's id and name come first, then pieces of its arguments."""
-    return json.dumps([asdict(call) for call in calls])
-
-
-def _logprobs_json(entries: tuple[TokenLogprobs, ...]) -> str:
-    """One object a token of the text, from token id to its entry, the sampled token first."""
-    return json.dumps([_logprobs_of_token(entry) for entry in entries])
-
-
-def _logprobs_of_token(entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
-    found = {str(entry.sampled.token_id): _alternative(entry.sampled)}
-    for item in entry.top:
-        found.setdefault(str(item.token_id), _alternative(item))
-    return found
-
-
-def _alternative(item: Alternative) -> dict[str, Any]:
-    return {
-        "logprob": item.logprob,
-        "rank": item.rank,
-        "decoded_token": item.text,
-        "bytes": list(item.token_bytes),
-    }
 
 
 def _triton_error(error: RequestError) -> Any:

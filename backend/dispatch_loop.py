@@ -50,6 +50,7 @@ MAX_FAILED_STARTS = 5
 STUCK_AFTER_S = 4.0
 
 Progress = Callable[[str, int, int], None]
+Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,14 @@ log = logging.getLogger(__name__)
 class DispatchLoop:
     """Runs in ``run``'s thread, which owns everything here except the inbox and ``status``."""
 
-    def __init__(self, dispatcher: Dispatcher, keeper: WorkerKeeper, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        keeper: WorkerKeeper,
+        tokenizer: Tokenizer,
+        turn: Turn = contextlib.nullcontext,
+    ) -> None:
+        self._in_turn = turn
         self._dispatcher = dispatcher
         self._keeper = keeper
         self._tokenizer = tokenizer
@@ -155,12 +163,13 @@ class DispatchLoop:
                     order.sink(Chunk.of_error(shutting_down()))
 
     def _turn(self) -> None:
-        self._take_orders()
-        now = time.monotonic()
-        for event in self._keeper.poll(now):
-            self._take_event(event, now)
-        self._deliver(self._dispatcher.expire(now))
-        self._send(self._dispatcher.poll(now))
+        with self._in_turn():
+            self._take_orders()
+            now = time.monotonic()
+            for event in self._keeper.poll(now):
+                self._take_event(event, now)
+            self._deliver(self._dispatcher.expire(now))
+            self._send(self._dispatcher.poll(now))
         self._publish(now)
         self._wait()
 

@@ -18,6 +18,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from shoal.backend import codec
+from shoal.backend.channels import Channels
 from shoal.backend.chunk import Chunk
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.heartbeat import ControlRequest, HeartbeatThread
@@ -61,15 +62,16 @@ class TritonPythonModel:
         try:
             _check_instances(args)
             config = _read_config(_version_dir(args) / "model.yaml")
+            self._responder = Responder()
             self._service = Service(config, name, version, self._run_dir)
-            self._service.start(_ProgressLog())
+            self._service.start(_ProgressLog(), self._responder.holding)
         except ConfigError as error:
             self._abandon_start()
             raise pb_utils.TritonModelException(f"model {name!r}: {error}") from None
         except BaseException:
             self._abandon_start()
             raise
-        self._responder = Responder()
+        self._channels = Channels(self._responder, self._service)
         self._heartbeat = HeartbeatThread(self._service.status)
         labels = {"model": name, "version": version}
         self._metrics = MetricsPublisher(pb_utils, labels, self._service.counts)
@@ -78,9 +80,13 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Take requests. A fault with one is answered to its sender and harms no other."""
         for request in requests:
-            returns = codec.read_returns(request)
-            reply = codec.TritonReply(request, returns)
+            reply = codec.TritonReply(request)
             try:
+                orders = codec.read_channel(request)
+                if orders is not None:
+                    self._channels.take(orders, reply)
+                    continue
+                returns = reply.returns = codec.read_returns(request)
                 self._take(request, reply, returns)
             except RequestError as error:
                 _refuse(reply, error)
@@ -125,6 +131,9 @@ class TritonPythonModel:
         service = getattr(self, "_service", None)
         if service is not None:
             service.stop(0)
+        responder = getattr(self, "_responder", None)
+        if responder is not None:
+            responder.close(0)
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 

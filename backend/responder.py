@@ -1,10 +1,11 @@
 """Sends answers: one thread sends chunks, one thread looks for clients that have gone."""
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from shoal.backend.chunk import Chunk, join_by_choice
@@ -33,9 +34,16 @@ class ResponseStream:
     """One open request: what waits to be sent. Its fields belong to the responder's lock."""
 
     def __init__(
-        self, responder: "Responder", reply: Reply, stream: bool, every_token: bool, now: float
+        self,
+        responder: "Responder",
+        reply: Reply,
+        stream: bool,
+        every_token: bool,
+        now: float,
+        bundle: "Bundle | None" = None,
     ) -> None:
         self._responder = responder
+        self.bundle = bundle  # what it is sent with, instead of a reply of its own
         self.reply = reply
         self.stream = stream
         self.every_token = every_token
@@ -67,6 +75,28 @@ class ResponseStream:
         )
 
 
+class Bundle(Protocol):
+    """Sends what many requests gained as one response. ``ready``, ``queued`` and ``closed`` belong
+    to the responder's lock."""
+
+    ready: deque[ResponseStream]  # those that have something to send
+    queued: bool
+    closed: bool
+
+    @property
+    def can_send(self) -> bool:
+        """Whether it may have another response on its way. Under the responder's lock."""
+
+    def send(self, parcels: list[tuple[ResponseStream, list[Chunk]]]) -> None:
+        """Send them all. Not under the lock; a failure is the bundle's own to deal with."""
+
+    def poll(self) -> None:
+        """Called every so often: see to a client that has gone, or that asks for nothing."""
+
+    def shut(self) -> None:
+        """End it: the responder is closing."""
+
+
 class Responder:
     """Owns all sending. A send is a blocking round trip, so chunks that queue up are joined."""
 
@@ -75,7 +105,9 @@ class Responder:
         self._keep_alive_s = keep_alive_s
         self._condition = threading.Condition()
         self._open: set[ResponseStream] = set()
-        self._ready: deque[ResponseStream] = deque()
+        self._bundles: set[Bundle] = set()
+        self._ready: deque[ResponseStream | Bundle] = deque()
+        self._num_holding = 0
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._send_loop, name="shoal-responder", daemon=True),
@@ -100,6 +132,49 @@ class Responder:
             self._open.add(opened)
         return opened
 
+    def open_in(
+        self, bundle: Bundle, reply: Reply, stream: bool, every_token: bool
+    ) -> ResponseStream:
+        """Start answering one request of a bundle; its client is the bundle's to watch."""
+        opened = ResponseStream(self, reply, stream, every_token, time.monotonic(), bundle)
+        with self._condition:
+            self._open.add(opened)
+        return opened
+
+    def add_bundle(self, bundle: Bundle) -> None:
+        """Poll it from now on, until it is closed."""
+        with self._condition:
+            self._bundles.add(bundle)
+
+    def close_bundle(self, bundle: Bundle) -> None:
+        """Forget it: what its requests still have to say is dropped. Idempotent."""
+        with self._condition:
+            bundle.closed = True
+            self._bundles.discard(bundle)
+            bundle.ready.clear()
+            lost = [opened for opened in self._open if opened.bundle is bundle]
+            for opened in lost:
+                self._forget(opened)
+
+    def resume(self, bundle: Bundle) -> None:
+        """It can send again."""
+        with self._condition:
+            self._enqueue_bundle(bundle)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """While inside, the sending thread is not woken, so that what many requests gain together
+        is sent together."""
+        with self._condition:
+            self._num_holding += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._num_holding -= 1
+                if self._ready and not self._num_holding:
+                    self._condition.notify_all()
+
     def watch(self, opened: ResponseStream, cancel: Callable[[], None]) -> None:
         """From now on call ``cancel``, once, when the client of ``opened`` has gone."""
         with self._condition:
@@ -119,30 +194,81 @@ class Responder:
         with self._condition:
             self._condition.wait_for(lambda: not self._open, timeout_s)
             left = list(self._open)
+            bundles = list(self._bundles)
             self._stopping.set()
             self._condition.notify_all()
         for thread in self._threads:
             thread.join(timeout_s)
         for opened in left:
-            self._give_up(opened)
+            if opened.bundle is None:
+                self._give_up(opened)
+        for bundle in bundles:
+            bundle.shut()
 
     def _enqueue(self, opened: ResponseStream) -> None:
-        if not opened.queued:
-            opened.queued = True
+        if opened.queued:
+            return
+        opened.queued = True
+        if opened.bundle is None:
             self._ready.append(opened)
+            self._wake()
+        else:
+            opened.bundle.ready.append(opened)
+            self._enqueue_bundle(opened.bundle)
+
+    def _enqueue_bundle(self, bundle: Bundle) -> None:
+        if bundle.ready and not bundle.queued and bundle.can_send:
+            bundle.queued = True
+            self._ready.append(bundle)
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._num_holding:
             self._condition.notify_all()
 
     def _send_loop(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._ready or self._stopping.is_set())
+                self._condition.wait_for(
+                    lambda: (self._ready and not self._num_holding) or self._stopping.is_set()
+                )
                 if not self._ready:
                     return
-                opened = self._ready.popleft()
-                opened.queued = False
-                chunks = join_by_choice(opened.pending)
-                opened.pending = []
-            self._send(opened, chunks)
+                item = self._ready.popleft()
+                item.queued = False
+                if isinstance(item, ResponseStream):
+                    chunks = self._take(item)
+                else:
+                    parcels = [(opened, self._take(opened)) for opened in item.ready]
+                    item.ready.clear()
+            if isinstance(item, ResponseStream):
+                self._send(item, chunks)
+            elif parcels:
+                self._send_bundle(item, parcels)
+
+    def _take(self, opened: ResponseStream) -> list[Chunk]:
+        """What it has to say, by choice. Under the lock."""
+        opened.queued = False
+        chunks = join_by_choice(opened.pending)
+        opened.pending = []
+        return chunks
+
+    def _send_bundle(
+        self, bundle: Bundle, parcels: list[tuple[ResponseStream, list[Chunk]]]
+    ) -> None:
+        bundle.send(parcels)
+        now = time.monotonic()
+        with self._condition:
+            for opened, chunks in parcels:
+                opened.last_sent = now
+                if any(chunk.final for chunk in chunks):
+                    self._forget(opened)
+            self._enqueue_bundle(bundle)
+
+    def _forget(self, opened: ResponseStream) -> None:
+        opened.closed = True
+        self._open.discard(opened)
+        self._condition.notify_all()
 
     def _send(self, opened: ResponseStream, chunks: list[Chunk]) -> None:
         final = any(chunk.final for chunk in chunks)
@@ -156,9 +282,7 @@ class Responder:
         with self._condition:
             opened.last_sent = time.monotonic()
             if final:
-                opened.closed = True
-                self._open.discard(opened)
-                self._condition.notify_all()
+                self._forget(opened)
 
     def _send_failure(self, opened: ResponseStream) -> None:
         self._cancel(opened)
@@ -177,11 +301,23 @@ class Responder:
     def _poll_loop(self) -> None:
         while not self._stopping.wait(self._poll_s):
             with self._condition:
-                waiting = list(self._open)
+                waiting, bundles = list(self._open), list(self._bundles)
             for opened in waiting:
                 self._poll(opened)
+            for bundle in bundles:
+                self._poll_bundle(bundle)
+
+    def _poll_bundle(self, bundle: Bundle) -> None:
+        try:
+            bundle.poll()
+        except Exception:
+            log.exception("the requests of one client could not be looked after")
 
     def _poll(self, opened: ResponseStream) -> None:
+        if opened.bundle is not None:
+            if opened.stream:
+                self._keep_alive(opened)
+            return
         if opened.closed or opened.cancel is None or opened.cancel_seen:
             return
         try:
@@ -200,6 +336,8 @@ class Responder:
             opened.cancel()
 
     def _keep_alive(self, opened: ResponseStream) -> None:
+        if time.monotonic() - opened.last_sent < self._keep_alive_s:
+            return
         with self._condition:
-            if time.monotonic() - opened.last_sent >= self._keep_alive_s:
+            if not opened.closed:
                 self._enqueue(opened)

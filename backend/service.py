@@ -1,5 +1,6 @@
 """The service behind one loaded model version: takes requests, gives chunks, knows no Triton."""
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -17,6 +18,7 @@ from shoal.backend.dispatch_loop import (
     STUCK_AFTER_S,
     DispatchLoop,
     Progress,
+    Turn,
     internal_error,
     shutting_down,
 )
@@ -101,8 +103,15 @@ class Service:
         self._intake: Intake | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, progress: Progress = lambda phase, done, total: None) -> None:
-        """Load the text side and a first worker; blocks until it is ready. Raises ConfigError."""
+    def start(
+        self,
+        progress: Progress = lambda phase, done, total: None,
+        turn: Turn = contextlib.nullcontext,
+    ) -> None:
+        """Load the text side and a first worker; blocks until it is ready. Raises ConfigError.
+
+        The loop's turns, each of which may bring chunks to many sinks, run inside ``turn()``.
+        """
         text = self._text or load_text_parts(resolve_weights(self._config.weights))
         loop = DispatchLoop(
             Dispatcher(_dispatcher_config(self._config)),
@@ -112,6 +121,7 @@ class Service:
                 self._config.worker_stall_timeout_s,
             ),
             text.tokenizer,
+            turn,
         )
         self._thread = threading.Thread(
             target=loop.run, args=(progress,), name="shoal-dispatch", daemon=True

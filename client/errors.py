@@ -40,12 +40,13 @@ class ShoalError(Exception):
     def from_json(cls, text: str | bytes) -> "ShoalError":
         """Read the backend's ``error`` tensor; anything unreadable becomes a plain 500."""
         try:
-            return cls._from_dict(json.loads(text))
+            return cls.from_dict(json.loads(text))
         except (ValueError, TypeError, AttributeError):
             return cls("The model server reported an error.", detail=str(text)[:500])
 
     @classmethod
-    def _from_dict(cls, values: dict[str, Any]) -> "ShoalError":
+    def from_dict(cls, values: dict[str, Any]) -> "ShoalError":
+        """The same, decoded. Raises ValueError and the like where it is malformed."""
         retry_after_ms = values.get("retry_after_ms")
         status = int(values.get("status") or 500)
         return cls(

@@ -33,7 +33,8 @@ def bool_input(name: str, value: bool) -> InferInput:
     return tensor
 
 
-def token_ids_input(token_ids: Sequence[int]) -> InferInput:
+def checked_token_ids(token_ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Raises ShoalError for what are no whole numbers."""
     try:
         ids = np.asarray(token_ids)
     except (OverflowError, ValueError, TypeError):
@@ -41,7 +42,11 @@ def token_ids_input(token_ids: Sequence[int]) -> InferInput:
     # Signed kind: floats and booleans would be cast silently, larger numbers come as objects.
     if ids.ndim != 1 or ids.dtype.kind != "i":
         raise ShoalError("Token ids must be a list of whole numbers.", 400, "invalid_type")
-    ids = ids.astype(np.int64)
+    return ids.astype(np.int64)
+
+
+def token_ids_input(token_ids: Sequence[int]) -> InferInput:
+    ids = checked_token_ids(token_ids)
     tensor = InferInput("input_ids", [len(ids)], "INT64")
     tensor.set_data_from_numpy(ids)
     return tensor

@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import Any
 
 import grpc
-from tritonclient.grpc import InferInput
+from tritonclient.grpc import InferInput, service_pb2_grpc
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from shoal.client import errors, tensors
+from shoal.client.channel import ModelChannel
 from shoal.client.errors import ShoalError
 from shoal.client.types import Delta, Heartbeat, ModelInfo
 
@@ -153,6 +154,8 @@ class TritonStream:
         self.url = url
         self._control_headers = control_headers(control_key)
         self._client = InferenceServerClient(url, channel_args=CHANNEL_ARGS)
+        self._connection: grpc.aio.Channel | None = None  # of channels, once there are any
+        self._stub: Any = None
 
     async def __aenter__(self) -> "TritonStream":
         return self
@@ -163,6 +166,8 @@ class TritonStream:
     async def close(self) -> None:
         """Close the connection; running requests are cancelled."""
         await self._client.close()
+        if self._connection is not None:
+            await self._connection.close()
 
     def generate(
         self,
@@ -208,6 +213,14 @@ class TritonStream:
         }
         num_choices = _num_choices(sampling)
         return GenerationStream(self._start(request, timeout_s), model, num_choices)
+
+    def channel(self, model: str, version: str = "") -> ModelChannel:
+        """For many requests of one process: they share a gRPC stream and its responses."""
+        if self._stub is None:
+            # tritonclient keeps back which request of a stream an error is about.
+            self._connection = grpc.aio.insecure_channel(self.url, options=CHANNEL_ARGS)
+            self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._connection)
+        return ModelChannel(self._stub.ModelStreamInfer, model, version)
 
     async def heartbeats(
         self, model: str, version: str = "", *, interval_ms: int = 250, count: int = 20

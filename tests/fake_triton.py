@@ -18,7 +18,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
+from fake_channel import (
+    FakeChannel,
+    inputs_of,
+    piece_deltas,
+    read_orders,
+    read_submissions,
+    send_news,
+)
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from shoal.backend.channel_messages import ChannelOrders, Submission
 
 MODEL = "fake"
 STRING_INPUTS = ("text_input", "messages", "sampling_parameters", "control")
@@ -111,6 +121,8 @@ class FakeModel:
     num_cached_tokens: int = 0
     requests: list[Request] = field(default_factory=list)
     num_control: int = 0
+    channels: dict[str, FakeChannel] = field(default_factory=dict)
+    num_orders: int = 0  # messages to channels
 
     @property
     def repository_state(self) -> str:
@@ -196,17 +208,30 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:
         replies: queue.Queue[Any] = queue.Queue()
         cancelled = threading.Event()
-        context.add_callback(cancelled.set)
+        own_channels: list[FakeChannel] = []
+
+        def cancel() -> None:
+            cancelled.set()
+            for channel in own_channels:
+                for event in list(channel.cancelled.values()):
+                    event.set()
+
+        context.add_callback(cancel)
         workers: list[threading.Thread] = []
+
+        def begin(target: Callable[..., None], *arguments: Any) -> None:
+            worker = threading.Thread(target=target, args=arguments, daemon=True)
+            workers.append(worker)
+            worker.start()
 
         def read() -> None:
             with contextlib.suppress(grpc.RpcError):  # the client has gone
                 for message in request_iterator:
-                    worker = threading.Thread(
-                        target=self._answer, args=(message, replies.put, cancelled), daemon=True
-                    )
-                    workers.append(worker)
-                    worker.start()
+                    orders = read_orders(message)
+                    if orders is None:
+                        begin(self._answer, message, replies.put, cancelled)
+                    else:
+                        self._take(orders, message, replies.put, own_channels, begin)
             for worker in workers:
                 worker.join()
             replies.put(None)
@@ -215,10 +240,60 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         while (reply := replies.get()) is not None:
             yield reply
 
-    def _answer(
-        self, message: Any, send: Callable[[Any], None], cancelled: threading.Event
+    def _take(
+        self,
+        orders: ChannelOrders,
+        message: Any,
+        send: Callable[[Any], None],
+        own_channels: list[FakeChannel],
+        begin: Callable[..., None],
     ) -> None:
+        """Carry out orders, in the order in which they come."""
         reply = _Reply(message, send)
+        model = self._find(message, reply)
+        if model is None:
+            return
+        model.num_orders += 1
+        if orders.opens:
+            channel = model.channels[orders.channel] = FakeChannel(reply)
+            own_channels.append(channel)
+        elif orders.channel not in model.channels:
+            send_news(reply, [], True, is_unknown=True)
+            return
+        channel = model.channels[orders.channel]
+        channel.num_read = max(channel.num_read, orders.num_read)
+        for ref in orders.cancellations:
+            if ref in channel.cancelled:
+                channel.cancelled[ref].set()
+        for submission in read_submissions(orders):
+            channel.cancelled[submission.ref] = threading.Event()
+            begin(self._serve_in, model, channel, submission, message.model_version)
+
+    def _serve_in(
+        self, model: FakeModel, channel: FakeChannel, submission: Submission, version: str
+    ) -> None:
+        """One request of a channel."""
+        inputs = inputs_of(submission)
+        request = Request(
+            inputs, submission.request_id, dict(submission.parameters), version,
+            channel.cancelled[submission.ref],
+        )  # fmt: skip
+        model.requests.append(request)
+        pieces = model.script(request)
+        if not submission.stream:
+            pieces = iter([_join_choices(list(pieces))])
+        counts = (_count_tokens(inputs), model.num_cached_tokens)
+        for piece in pieces:
+            if self._sleep(model, piece.delay_s, request.cancelled):
+                return
+            if piece.triton_error is not None:
+                channel.carrier.fail(piece.triton_error)
+                return
+            channel.send(piece_deltas(submission.ref, piece, submission.return_logprobs, *counts))
+        request.finished.set()
+
+    def _find(self, message: Any, reply: "_Reply") -> "FakeModel | None":
+        """The model that takes a message, or its refusal."""
         model = self.models.get(message.model_name)
         if model is None:
             reply.fail(f"Request for unknown model: '{message.model_name}' is not found")
@@ -229,6 +304,15 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         elif not model.stub_alive:
             reply.fail(UNHEALTHY.format(message.model_name))
         else:
+            return model
+        return None
+
+    def _answer(
+        self, message: Any, send: Callable[[Any], None], cancelled: threading.Event
+    ) -> None:
+        reply = _Reply(message, send)
+        model = self._find(message, reply)
+        if model is not None:
             self._serve(model, message, reply, cancelled)
 
     def _serve(

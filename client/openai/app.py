@@ -203,7 +203,7 @@ class Shim:
         account = request.state.account
         lease = account and account.reserve_tokens(generation.estimated_tokens)
         return GenerationResponse(
-            lambda: Generation(self.triton, generation),
+            lambda: Generation(generation),
             answer_wire,
             task.stream,
             self.settings.send_timeout_s,

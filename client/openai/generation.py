@@ -1,4 +1,4 @@
-"""Runs the prompts of one HTTP request as gRPC streams and merges what comes back."""
+"""Runs the prompts of one HTTP request over the model's channel and merges what comes back."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.client.channel import ChannelStream
 from shoal.client.openai.logprobs import LogprobReader, TokenLogprob
 from shoal.client.openai.prompts import Prompt
 from shoal.client.openai.served_models import ServedModel
 from shoal.client.openai.tool_calls import read_tool_calls
-from shoal.client.triton_stream import GenerationStream, TritonStream
 from shoal.client.types import Delta, Usage
 
 QUEUED_DELTAS = 16  # per request with several prompts; a full queue holds the streams back
@@ -128,14 +128,13 @@ class Generation:
     ``deltas`` is read once; ``usage`` and ``choices`` are complete after it has ended.
     """
 
-    def __init__(self, triton: TritonStream, request: GenerationRequest) -> None:
-        self._triton = triton
+    def __init__(self, request: GenerationRequest) -> None:
         self._request = request
         self._choices = [
             ChoiceState(logprobs=[] if request.wants_logprobs else None)
             for _ in range(len(request.prompts) * request.num_choices_each)
         ]
-        self._streams: list[GenerationStream] = []
+        self._streams: list[ChannelStream] = []
         self._first: list[Delta] = []
         self._stack = contextlib.AsyncExitStack()
 
@@ -166,8 +165,8 @@ class Generation:
 
         Raises ShoalError when any is refused, so that a refusal still has a status of its own.
         """
-        for index, prompt in enumerate(self._request.prompts):
-            self._streams.append(await self._open(index, prompt))
+        for prompt in self._request.prompts:
+            self._streams.append(await self._open(prompt))
         if len(self._streams) == 1:
             self._first = [await anext(self._streams[0])]
             return
@@ -183,11 +182,8 @@ class Generation:
                 index = prompt_index * self._request.num_choices_each + delta.index
                 yield self._choices[index].add(index, delta)
 
-    async def _open(self, index: int, prompt: Prompt) -> GenerationStream:
-        request_id = self._request.request_id
-        stream = self._triton.generate(
-            self._request.model.name,
-            self._request.model.version,
+    async def _open(self, prompt: Prompt) -> ChannelStream:
+        stream = self._request.model.channel.generate(
             text_input=prompt.text_input,
             messages=prompt.messages,
             input_ids=prompt.input_ids,
@@ -196,7 +192,7 @@ class Generation:
             return_logprobs=self._request.wants_logprobs,
             echo=self._request.echo,
             parameters=self._parameters(),
-            request_id=f"{request_id}-{index}" if len(self._request.prompts) > 1 else request_id,
+            request_id=self._request.request_id,
         )
         self._stack.enter_context(self._request.model.tracked(stream))
         return await self._stack.enter_async_context(stream)
@@ -215,7 +211,7 @@ class Generation:
         queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
         queue = asyncio.Queue(QUEUED_DELTAS)
 
-        async def feed(index: int, first: Delta, stream: GenerationStream) -> None:
+        async def feed(index: int, first: Delta, stream: ChannelStream) -> None:
             try:
                 await queue.put((index, first))
                 async for delta in stream:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.client import errors
+from shoal.client.channel import ChannelStream, ModelChannel
 from shoal.client.errors import ShoalError
 from shoal.client.heartbeat_monitor import HeartbeatMonitor
 from shoal.client.openai.settings import ShimSettings
-from shoal.client.triton_stream import GenerationStream, TritonStream
+from shoal.client.triton_stream import TritonStream
 
 logger = logging.getLogger("shoal.openai")
 
@@ -27,10 +28,11 @@ class ServedModel:
     name: str
     version: str  # empty: the server's choice
     monitor: HeartbeatMonitor
+    channel: ModelChannel
     created: int = field(default_factory=lambda: int(time.time()))
     listed: bool = True  # the server's index says it is loaded
     last_listed: float = field(default_factory=time.monotonic)
-    streams: set[GenerationStream] = field(default_factory=set)
+    streams: set[ChannelStream] = field(default_factory=set)
 
     @property
     def is_ready(self) -> bool:
@@ -53,7 +55,7 @@ class ServedModel:
             raise errors.unavailable(f"The model {self.id!r} is not ready ({self.state}).")
 
     @contextlib.contextmanager
-    def tracked(self, stream: GenerationStream) -> Iterator[None]:
+    def tracked(self, stream: ChannelStream) -> Iterator[None]:
         """While inside, a lost heartbeat ends the stream with an error."""
         self.streams.add(stream)
         try:
@@ -62,7 +64,12 @@ class ServedModel:
             self.streams.discard(stream)
 
     def lose_streams(self, _: HeartbeatMonitor) -> None:
-        self.fail_streams(errors.unavailable(f"The model {self.id!r} stopped answering."))
+        self.channel.reset(errors.unavailable(f"The model {self.id!r} stopped answering."))
+
+    async def stop(self) -> None:
+        """Follow it no longer; what still runs is cancelled."""
+        await self.monitor.stop()
+        await self.channel.close()
 
     def fail_streams(self, error: ShoalError) -> None:
         """End all running requests; their clients are told why."""
@@ -95,7 +102,7 @@ class ServedModels:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         for model in self._models.values():
-            await model.monitor.stop()
+            await model.stop()
 
     @property
     def models(self) -> list[ServedModel]:
@@ -163,7 +170,7 @@ class ServedModels:
                 model.last_listed = now
             elif now - model.last_listed > self._settings.forget_after_s:
                 del self._models[model.id]
-                await model.monitor.stop()
+                await model.stop()
 
     async def _add(self, model_id: str) -> None:
         name, version = self._split(model_id)
@@ -181,7 +188,8 @@ class ServedModels:
         monitor = HeartbeatMonitor(
             self._triton, name, version, lost_after_s=self._settings.lost_after_s
         )
-        model = ServedModel(model_id, name, version, monitor)
+        channel = self._triton.channel(name, version)
+        model = ServedModel(model_id, name, version, monitor, channel)
         monitor.on_lost.append(model.lose_streams)
         self._models[model_id] = model
         monitor.start()
