@@ -73,6 +73,11 @@ class Served:
             time.sleep(0.1)
         raise AssertionError(f"the server did not come to rest in {timeout_s} s: {status}")
 
+    def ready_models(self) -> list[str]:
+        """Ids of the models whose engine beats."""
+        reply = httpx.get(f"{self.openai_url}/health/ready", timeout=5)
+        return list(reply.json()["ready"])
+
     def ready(self) -> bool:
         try:
             return httpx.get(f"{self.openai_url}/health/ready", timeout=5).status_code == 200

@@ -27,6 +27,11 @@ MAX_MESSAGES = 1024
 MAX_TEMPLATE_REASON = 200  # characters of a template's own complaint that a client sees
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+# Clients send an assistant's message back as they got it, with all that they keep of it. What of
+# that says the same twice, or nothing, is left out; what a model would have to obey must be null.
+_ANSWER_KEYS = ("refusal", "reasoning_content", "annotations", "parsed", "audio", "function_call")
+_REPEATED_KEYS = ("annotations", "parsed")
+_NULL_KEYS = ("audio", "function_call")
 _DEFAULT_OPTIONS = TemplateOptions()
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # one of Unicode's private-use planes
 
@@ -56,27 +61,47 @@ def parse_messages(data: Any, images: list[ImagePart] | None = None) -> list[dic
 def _parse_message(item: Any, where: str, images: list[ImagePart] | None) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise RequestError(f"{where} must be an object.", param=where, code="invalid_type")
+    role = item.get("role")
+    known = (*_KEYS, *_ANSWER_KEYS) if role == "assistant" else _KEYS
     for key in item:
-        if key not in _KEYS:
+        if key not in known:
             raise RequestError(
                 f"{where} has an unknown field {key[:64]!r}. Allowed: {', '.join(_KEYS)}.",
                 param=f"{where}.{key[:64]}",
                 code="unknown_parameter",
             )
-    role = item.get("role")
     if role not in ROLES:
         raise RequestError(
             f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role"
         )
+    if role == "assistant":
+        item = _as_written(item, where)
     message = {key: value for key, value in item.items() if value is not None}
     message["role"] = "system" if role == "developer" else role
     message["content"] = _parse_content(item, where, images if role == "user" else None)
-    for key in ("name", "tool_call_id"):
+    for key in ("name", "tool_call_id", "reasoning_content"):
         if not isinstance(message.get(key, ""), str):
             raise _wrong_type(f"{where}.{key}", "a string")
     if "tool_calls" in message:
         message["tool_calls"] = _parse_tool_calls(message["tool_calls"], f"{where}.tool_calls")
     return message
+
+
+def _as_written(item: dict[str, Any], where: str) -> dict[str, Any]:
+    """An assistant's message with what it said alone; a refusal is what it said."""
+    for key in _NULL_KEYS:
+        if item.get(key) is not None:
+            raise RequestError(
+                f"{where}.{key} is not supported: leave it out.",
+                param=f"{where}.{key}",
+                code="unsupported",
+            )
+    refusal = item.get("refusal")
+    if not isinstance(refusal, str | None):
+        raise _wrong_type(f"{where}.refusal", "a string or null")
+    left_out = ("refusal", *_REPEATED_KEYS, *_NULL_KEYS)
+    message = {key: value for key, value in item.items() if key not in left_out}
+    return message | {"content": refusal} if refusal and not item.get("content") else message
 
 
 def _parse_content(
@@ -96,10 +121,18 @@ def _parse_content(
         return content
     if not isinstance(content, list):
         raise _wrong_type(where, "a string or a list of text parts")
+    if item["role"] == "assistant":
+        content = [_refusal_as_text(part) for part in content]
     parts = [_parse_part(part, f"{where}[{idx}]", images) for idx, part in enumerate(content)]
     if any(part["type"] == "image" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
+
+
+def _refusal_as_text(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
 
 
 def _parse_part(part: Any, where: str, images: list[ImagePart] | None) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What a checkpoint is, from its headers alone and without torch: for ``shoal models``."""
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,9 @@ from typing import Any
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.models.any_config import AnyConfig
 from shoal.backend.models.registry import config_from_gguf, config_from_hf
-from shoal.backend.text.gguf_metadata import read_gguf_metadata
+from shoal.backend.text.gguf_metadata import read_gguf_metadata, read_gguf_tensors
+from shoal.backend.weights.checkpoint_folder import read_json, weight_files
+from shoal.backend.weights.safetensors_header import SafetensorsHeader
 
 USABLE_FRACTION = 0.9  # of the free memory, as for the KV cache
 _KV_ITEM_BYTES = 2
@@ -35,7 +37,8 @@ class CheckpointFacts:
 
 
 def describe_checkpoint(path: Path) -> CheckpointFacts:
-    """Of a GGUF file or a folder. Raises ConfigError in one line."""
+    """Of a GGUF file or a folder. Raises ConfigError in one line, also where a file ends before
+    what its header announces."""
     if path.is_dir() and (path / "config.json").is_file():
         return _describe_folder(path)
     ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
@@ -45,19 +48,39 @@ def describe_checkpoint(path: Path) -> CheckpointFacts:
     kind = _GGUF_TYPES.get(metadata.get("general.file_type", -1), "mixed")
     # Which tensors there are makes no difference to what is told here.
     config = config_from_gguf(metadata, ())
-    return _facts(config, f"GGUF {kind}", ggufs[0].stat().st_size)
+    return _facts(config, f"GGUF {kind}", _checked_gguf_bytes(ggufs[0]))
+
+
+def _checked_gguf_bytes(path: Path) -> int:
+    """The file's size. Raises ConfigError, naming a tensor that does not lie in it whole."""
+    from gguf.constants import GGML_QUANT_SIZES  # brings numpy
+
+    sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
+    file_bytes = path.stat().st_size
+    for info in read_gguf_tensors(path):
+        if info.kind not in sizes:
+            raise ConfigError(f"{path.name}: tensor {info.name} is of unknown type {info.kind}.")
+        block_elements, block_bytes = sizes[info.kind]
+        end = info.begin + math.prod(info.shape) // block_elements * block_bytes
+        if end > file_bytes:
+            raise ConfigError(
+                f"{path.name}: tensor {info.name} ends at byte {end}, but the file has "
+                f"{file_bytes}; fetch it again."
+            )
+    return file_bytes
 
 
 def _describe_folder(folder: Path) -> CheckpointFacts:
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder.name}: config.json cannot be read.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{folder.name}: config.json must hold a JSON object.")
-    form = _folder_format(values)
-    return _facts(config_from_hf(values), form, size)
+        values = read_json(folder / "config.json")
+        files = weight_files(folder)
+        for path in files:
+            SafetensorsHeader(path)  # complains of a file that is not whole
+        form = _folder_format(values)
+        config = config_from_hf(values)
+    except ConfigError as error:
+        raise ConfigError(f"{folder.name}: {error}") from error
+    return _facts(config, form, sum(path.stat().st_size for path in files))
 
 
 def _folder_format(values: dict[str, Any]) -> str:

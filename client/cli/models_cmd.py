@@ -33,6 +33,7 @@ class ModelRow:
     format: str | None = None
     context: int | None = None  # tokens, by the model
     longest_context: int | None = None  # of it what fits in memory now; 0: the model does not fit
+    fault: str | None = None  # why weights that should be here cannot be read
 
 
 def list_models(settings: ServeSettings) -> list[ModelRow]:
@@ -57,19 +58,23 @@ def list_models(settings: ServeSettings) -> list[ModelRow]:
             weights = read_engine_config(repository, name).weights
             description, facts = f"weights: {weights}", _facts_of(weights, settings.cache_dir)
         except ConfigError as error:
-            description, facts = str(error), {}
-        size = facts.pop("num_bytes", None)
-        rows.append(ModelRow(name, description, size, True, name in served, **facts))
+            description, facts = "", {"fault": str(error)}
+        size, is_here = facts.pop("num_bytes", None), facts.pop("is_here", True)
+        rows.append(ModelRow(name, description, size, is_here, name in served, **facts))
     return rows
 
 
 def _facts_of(weights: str, cache_root: Path) -> dict[str, Any]:
-    """Fields of a ModelRow; none for what is not here or cannot be read."""
+    """Fields of a ModelRow: what is told of weights that can be read, or why these cannot."""
     try:
         path = resolve_weights(weights, cache_root)
+    except ConfigError as error:
+        # What is in the catalogue need not have been fetched.
+        return {} if weights in CATALOGUE else {"fault": str(error), "is_here": False}
+    try:
         facts = describe_checkpoint(path)
-    except ConfigError:
-        return {}
+    except ConfigError as error:
+        return {"fault": str(error)}
     fields = {
         "family": facts.family,
         "format": facts.format,
@@ -106,7 +111,8 @@ def rows_as_text(rows: list[ModelRow]) -> str:
         here, served = ("yes" if flag else "no" for flag in (row.is_here, row.is_served))
         context = "-" if row.context is None else str(row.context)
         facts = (row.family or "-", row.format or "-", context, _fit(row))
-        table.append((row.name, size, here, served, *facts, row.description))
+        told = f"cannot be read: {row.fault}" if row.fault else row.description
+        table.append((row.name, size, here, served, *facts, told))
     widths = [max(len(line[column]) for line in table) for column in range(len(head) - 1)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
@@ -116,6 +122,8 @@ def rows_as_text(rows: list[ModelRow]) -> str:
 
 def _fit(row: ModelRow) -> str:
     """Whether the model fits in memory, and with how much of its context if not with all."""
+    if row.fault is not None:
+        return "no"
     if row.longest_context is None or row.context is None:
         return "-"
     if row.longest_context >= row.context:

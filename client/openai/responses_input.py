@@ -186,15 +186,19 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, "must be a string or a list of text parts")
+        raise _wrong(where, "must be a string or a list of parts")
     return [_part(part, f"{where}[{idx}]") for idx, part in enumerate(content)]
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    kinds = ("input_text", "output_text", "text")
-    if not isinstance(part, dict) or part.get("type") not in kinds:
-        raise _wrong(f"{where}.type", f"must be one of {', '.join(kinds)}: text only")
-    return {"type": "text", "text": _text(part, "text", where)}
+    kinds = ("input_text", "output_text", "text", "refusal", "input_image")
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in kinds:
+        raise _wrong(f"{where}.type", f"must be one of {', '.join(kinds)}")
+    if kind == "input_image":
+        url = {"url": _text(part, "image_url", where), "detail": part.get("detail")}
+        return {"type": "image_url", "image_url": url}
+    return {"type": "text", "text": _text(part, "refusal" if kind == "refusal" else "text", where)}
 
 
 def _text(item: dict[str, Any], name: str, where: str) -> str:

@@ -76,6 +76,44 @@ def test_arguments_that_are_no_sound_json_stay_text(arguments: str) -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"content": "Hi", "refusal": None, "annotations": [], "audio": None}, {"content": "Hi"}),
+        ({"content": "{}", "parsed": {"a": 1}, "function_call": None}, {"content": "{}"}),
+        ({"content": None, "refusal": "No."}, {"content": "No."}),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
+        (
+            {"content": "4", "reasoning_content": "2+2"},
+            {"content": "4", "reasoning_content": "2+2"},
+        ),
+    ],
+)
+def test_an_answer_may_be_sent_back_as_clients_keep_it(
+    fields: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    message = {"role": "assistant", **fields}
+    assert parse_messages([message]) == [{"role": "assistant", **wanted}]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "a", "refusal": None}, "messages[0].refusal"),
+        ({"role": "assistant", "content": "a", "audio": {"id": "1"}}, "messages[0].audio"),
+        ({"role": "assistant", "content": "a", "refusal": 1}, "messages[0].refusal"),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": []},
+            "messages[0].reasoning_content",
+        ),
+    ],
+)
+def test_what_only_an_answer_has_is_checked(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_messages([message])
+    assert caught.value.param == param
+
+
 def test_developer_is_system() -> None:
     assert parse_messages([{"role": "developer", "content": "x"}])[0]["role"] == "system"
 

@@ -19,7 +19,7 @@ from shoal.backend.weights.catalogue import CATALOGUE
 from shoal.client.cli import doctor
 from shoal.client.cli.app import app, main
 from shoal.client.cli.chat import ChatError, Conversation
-from shoal.client.cli.models_cmd import list_models, served_models
+from shoal.client.cli.models_cmd import list_models, rows_as_text, served_models
 from shoal.client.cli.serve import engine_configs, prepare_all, ready_text
 from shoal.client.cli.settings import ServeSettings
 
@@ -147,6 +147,18 @@ def test_models_tells_what_is_here_and_served(settings: ServeSettings, api_port:
 def test_models_lists_a_repository_of_ones_own(tmp_path: Path) -> None:
     rows = list_models(repository(tmp_path, "weights: /some/where.gguf\n"))
     assert {row.name: row.description for row in rows}["m"] == "weights: /some/where.gguf"
+    (row,) = [row for row in rows if row.name == "m"]
+    assert not row.is_here
+    assert row.fault == "weights: there is no file or folder /some/where.gguf."
+
+
+def test_models_says_why_one_cannot_be_read(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF\3")
+    rows = list_models(repository(tmp_path, f"weights: {broken}\n"))
+    (line,) = [line for line in rows_as_text(rows).splitlines() if line.startswith("m ")]
+    assert "cannot be read: broken.gguf is not a sound GGUF file (the file is cut short)" in line
+    assert " no " in line
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What ``shoal models`` tells of a checkpoint, without reading its weights."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,13 +44,47 @@ def test_what_fits(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path / "tiny")
     (folder / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         describe_checkpoint(folder)
     (folder / "config.json").write_text(json.dumps([]))
     with pytest.raises(ConfigError, match="JSON object"):
         describe_checkpoint(folder)
     with pytest.raises(ConfigError, match=r"neither config\.json"):
         describe_checkpoint(tmp_path)
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: tensor .* but the file has"):
+        describe_checkpoint(folder)
+    weights.write_bytes(whole[:40])
+    with pytest.raises(ConfigError, match=r"model\.safetensors.* is damaged or cut short"):
+        describe_checkpoint(folder)
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        describe_checkpoint(folder)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="model-00001-of-00002.safetensors is missing"):
+        describe_checkpoint(folder)
+
+
+def test_a_gguf_that_ends_too_early_is_named(tmp_path: Path, smollm2_path: Path) -> None:
+    short = tmp_path / "short.gguf"
+    size = smollm2_path.stat().st_size
+    with smollm2_path.open("rb") as whole, short.open("wb") as target:
+        target.write(whole.read(8 * 2**20))
+        target.truncate(size)  # the rest is a hole
+    assert describe_checkpoint(short).num_bytes == size
+    os.truncate(short, size - 1)
+    with pytest.raises(ConfigError, match=rf"short\.gguf: tensor .* the file has {size - 1}"):
+        describe_checkpoint(short)
+    os.truncate(short, 5000)
+    with pytest.raises(ConfigError, match="not a sound GGUF file"):
+        describe_checkpoint(short)
 
 
 def test_no_torch_is_needed() -> None:

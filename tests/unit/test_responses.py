@@ -224,7 +224,7 @@ def test_what_is_not_stored_and_whose_it_is(http: httpx.Client) -> None:
         ({"input": [{"role": "user"}]}, "input[0].content"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].type",
+            "input[0].content[0].image_url",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
@@ -244,6 +244,22 @@ def test_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str)
     answer = http.post(PATH, json=body(**fields))
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_pictures_and_refusals_are_parts_of_a_turn(http: httpx.Client, model: FakeModel) -> None:
+    look = [
+        {"type": "input_text", "text": "a"},
+        {"type": "input_image", "image_url": "data:x", "detail": "auto"},
+    ]
+    turns = [
+        {"role": "user", "content": look},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    assert http.post(PATH, json=body(input=turns)).status_code == 200
+    sent = json.loads(model.requests[-1].inputs["messages"])
+    picture = {"type": "image_url", "image_url": {"url": "data:x", "detail": "auto"}}
+    assert sent[0]["content"] == [{"type": "text", "text": "a"}, picture]
+    assert sent[1]["content"] == [{"type": "text", "text": "No."}]
 
 
 def test_refusals_of_the_backend_use_the_callers_names(
