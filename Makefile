@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 TYPESCRIPT := client/typescript
 
-.PHONY: serve test unit lint typecheck wheel-check setup clean
+.PHONY: serve test unit ecosystem lint typecheck wheel-check setup clean
 
 serve: $(VENV)/.installed
 	$(BIN)/shoal serve $(ARGS)
@@ -20,6 +20,10 @@ test: setup
 
 unit: $(VENV)/.installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest tests/unit $(ARGS)
+
+# Other people's clients against the real server, in environments of their own in build/ecosystem.
+ecosystem: setup
+	$(TEST_ENV) PYTHONPATH=tests:tests/ecosystem $(BIN)/python tests/ecosystem/run.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

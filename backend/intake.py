@@ -24,7 +24,7 @@ from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.text.tool_parser import BARE, HERMES, ToolFormat, ToolParser
 from shoal.backend.text.tools import FIELDS as TOOL_FIELDS
 from shoal.backend.text.tools import ToolUse
-from shoal.scheduler.errors import RequestError
+from shoal.scheduler.errors import RequestError, context_exceeded
 from shoal.scheduler.images import PromptImage
 from shoal.scheduler.sampling_params import MAX_CHOICES, SamplingParams
 from shoal.scheduler.session_eviction import LRU
@@ -198,23 +198,15 @@ class Intake:
             raise RequestError(f"{source} is empty. Send at least one token.", param=source)
         room = self._max_model_len - num_prompt
         if room < 1:
-            raise RequestError(
-                f"The prompt has {num_prompt} tokens; this model takes at most "
-                f"{self._max_model_len - 1} and one of output. Shorten it.",
-                param=source,
-                code="context_length_exceeded",
-            )
+            what = f"The prompt has {num_prompt}, and one of output is needed: shorten it."
+            raise context_exceeded(self._max_model_len, what, source)
         for name, value in (
             ("max_tokens", sampling.max_tokens),
             ("min_tokens", sampling.min_tokens),
         ):
             if value is not None and value > room:
-                raise RequestError(
-                    f"{name} must be at most {room}: the prompt takes {num_prompt} tokens of this "
-                    f"model's context of {self._max_model_len}.",
-                    param=name,
-                    code="context_length_exceeded",
-                )
+                what = f"{name} must be at most {room}, since the prompt takes {num_prompt}."
+                raise context_exceeded(self._max_model_len, what, name)
         max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
         if sampling.pooling is not None:
             max_tokens = 0

@@ -6,6 +6,7 @@ model's fingerprint, the digest, the block's tokens, the length and a checksum o
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -39,17 +40,20 @@ class DiskOutcome:
     loaded: bool  # else stored
     ok: bool
     payload: bytearray | None = None
+    disk_full: bool = False  # why a block was not stored
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    kind: int  # loads first: a request waits for them
+    # Loads first: a request waits for them. Then removals: they make room for stores.
+    kind: int
     digest: bytes = b""
     token_ids: tuple[int, ...] = ()
     payload: bytearray = field(default_factory=bytearray)
 
 
-_LOAD, _STORE, _REMOVE, _LEAVE = range(4)
+_LOAD, _REMOVE, _STORE, _LEAVE = range(4)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskInUse(Exception):
@@ -157,30 +161,36 @@ class KVDisk:
                 outcome = DiskOutcome(order.digest, True, payload is not None, payload)
                 self._outcomes.put(outcome)
             elif order.kind == _STORE:
-                self._outcomes.put(DiskOutcome(order.digest, False, self._write(order)))
+                self._outcomes.put(self._store(order))
                 with self._count_lock:
                     self._num_stores -= 1
             else:
                 _unlink(self.path(order.digest))
 
-    def _write(self, order: _Order) -> bool:
+    def _store(self, order: _Order) -> DiskOutcome:
+        try:
+            self._write(order)
+        except OSError as error:
+            _unlink(self._aside(order))
+            self._warn("a prefix block could not be written: %s", error)
+            return DiskOutcome(order.digest, False, False, disk_full=error.errno in _FULL)
+        return DiskOutcome(order.digest, False, True)
+
+    def _aside(self, order: _Order) -> Path:
+        """Where a file is written before it gets its name."""
+        return self.path(order.digest).with_suffix(".part")
+
+    def _write(self, order: _Order) -> None:
         head = self._head(order)
         checksum = sha256(head)
         checksum.update(order.payload)
-        path = self.path(order.digest)
-        aside = path.with_suffix(".part")
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(aside, flags, 0o600), "wb") as file:
-                file.write(head)
-                file.write(order.payload)
-                file.write(checksum.digest())
-            os.replace(aside, path)
-        except OSError as error:
-            _unlink(aside)
-            self._warn("a prefix block could not be written: %s", error)
-            return False
-        return True
+        aside = self._aside(order)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(aside, flags, 0o600), "wb") as file:
+            file.write(head)
+            file.write(order.payload)
+            file.write(checksum.digest())
+        os.replace(aside, self.path(order.digest))
 
     def _read(self, order: _Order) -> bytearray | None:
         """The payload of a file that is wholly as expected; any other is removed."""

@@ -47,7 +47,9 @@ class KVMover:
                 host_block = self._loading.pop(outcome.digest)
                 if outcome.payload is not None:
                     self._host.write(host_block, outcome.payload)
-            results.append(DiskResult(outcome.digest, outcome.loaded, outcome.ok))
+            results.append(
+                DiskResult(outcome.digest, outcome.loaded, outcome.ok, outcome.disk_full)
+            )
         return results
 
     def remove(self, digests: Sequence[bytes]) -> None:

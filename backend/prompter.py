@@ -17,7 +17,7 @@ from shoal.backend.text.chat_template import ChatTemplate, ImagePart, parse_mess
 from shoal.backend.text.template_options import TemplateOptions, take_template_options
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.text.tools import ToolUse, take_tools
-from shoal.scheduler.errors import RequestError
+from shoal.scheduler.errors import RequestError, context_exceeded
 from shoal.scheduler.images import PromptImage
 
 MAX_IMAGE_BYTES = 3 * MAX_BYTES  # of all images in messages, as base64
@@ -171,12 +171,8 @@ class Prompter:
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit before the tokeniser spends time on all of it."""
         if self._tokenizer.surely_exceeds(text, self.max_model_len):
-            raise RequestError(
-                f"The prompt of {len(text)} characters is longer than this model's context of "
-                f"{self.max_model_len} tokens. Shorten it.",
-                param=param,
-                code="context_length_exceeded",
-            )
+            what = f"The prompt of {len(text)} characters is longer: shorten it."
+            raise context_exceeded(self.max_model_len, what, param)
 
     def _check_input_ids(self, token_ids: list[int], num_checked: int) -> list[int]:
         for idx, token_id in enumerate(token_ids[:num_checked]):

@@ -44,3 +44,9 @@ class RequestError(ValueError):
             "status": self.status,
             "retry_after_ms": self.retry_after_ms,
         }
+
+
+def context_exceeded(max_model_len: int, what: str, param: str | None = None) -> RequestError:
+    """``what`` does not fit. Clients tell this case by the code or by OpenAI's words for it."""
+    message = f"This model's maximum context length is {max_model_len} tokens. {what}"
+    return RequestError(message, param=param, code="context_length_exceeded")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shoal.scheduler.dispatched import DispatchedSequence
-from shoal.scheduler.errors import RequestError
+from shoal.scheduler.errors import RequestError, context_exceeded
 from shoal.scheduler.worker_ledger import WorkerCapacity, WorkerLedger, WorkerLoad
 
 
@@ -65,10 +65,7 @@ class Fleet:
             min(w.capacity.max_model_len, w.capacity.num_blocks * w.capacity.block_size)
             for w in self
         )
-        return RequestError(
-            f"The prompt must have at most {longest - 1} tokens, not {num_tokens}. Shorten it.",
-            code="context_length_exceeded",
-        )
+        return context_exceeded(longest, f"The prompt has {num_tokens}: shorten it.")
 
     def choose(self, sequence: DispatchedSequence, leaves_reserve: bool) -> WorkerLedger | None:
         """The worker with the most headroom among those that may take the sequence."""

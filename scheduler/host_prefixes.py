@@ -11,6 +11,7 @@ from shoal.scheduler.prefix_tree import EvictedRun, path_digests
 from shoal.scheduler.transfers import BlockCopy, DiskLoad, DiskResult, DiskStore, Transfer
 
 MAX_DISK_WAIT_S = 1.0
+REGROW_AFTER_S = 30.0  # after the disk was full
 
 
 class HostBlocks(Protocol):
@@ -37,11 +38,23 @@ class HostPrefix:
 
 
 class DiskIndex:
-    """Which blocks are on disk, least recently used first: at most ``max_blocks``."""
+    """Which blocks are on disk, least recently used first: at most ``max_blocks``.
 
-    def __init__(self, max_blocks: int, digests: Sequence[bytes] = ()) -> None:
+    Fewer where others have filled the disk: then the oldest go, one for each block that did not
+    fit, and after a while the index tries to grow again, block by block.
+    """
+
+    def __init__(
+        self,
+        max_blocks: int,
+        digests: Sequence[bytes] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.max_blocks = max_blocks
         self._digests: OrderedDict[bytes, None] = OrderedDict.fromkeys(digests[-max_blocks:])
+        self._clock = clock
+        self._limit = max_blocks
+        self._full_at = 0.0
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -55,7 +68,16 @@ class DiskIndex:
     def add(self, digest: bytes) -> list[bytes]:
         """Count a block in; returns those that must go for it."""
         self._digests[digest] = None
-        return [self._digests.popitem(last=False)[0] for _ in range(len(self) - self.max_blocks)]
+        if self._limit < self.max_blocks and self._clock() > self._full_at + REGROW_AFTER_S:
+            self._limit += 1
+        return [self._digests.popitem(last=False)[0] for _ in range(len(self) - self._limit)]
+
+    def make_room(self) -> list[bytes]:
+        """The disk took no more; returns what must go so that the next block finds room."""
+        self._full_at = self._clock()
+        gone = [self._digests.popitem(last=False)[0]] if self._digests else []
+        self._limit = max(1, len(self))
+        return gone
 
     def discard(self, digest: bytes) -> None:
         self._digests.pop(digest, None)
@@ -222,6 +244,8 @@ class HostPrefixes:
         if self.disk is None:
             return []
         if not result.loaded:
+            if result.disk_full:
+                return self.disk.make_room()
             return self.disk.add(result.digest) if result.ok else []
         entry = self._entries[result.digest]
         entry.is_loading = False

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from shoal.scheduler.errors import RequestError
+from shoal.scheduler.errors import context_exceeded
 from shoal.scheduler.fork_blocks import fork_blocks
 from shoal.scheduler.forks import Fork, Forks
 from shoal.scheduler.kv_manager import KVCacheManager
@@ -151,11 +151,8 @@ class Scheduler:
     def _take_over(self, sequence: Sequence) -> None:
         assert sequence.seq_id not in self._live, f"sequence {sequence.seq_id} was added twice"
         if sequence.num_tokens >= self.config.max_model_len:
-            raise RequestError(
-                f"The prompt must have at most {self.config.max_model_len - 1} tokens, "
-                f"not {sequence.num_tokens}. Shorten it.",
-                code="context_length_exceeded",
-            )
+            what = f"The prompt has {sequence.num_tokens}: shorten it."
+            raise context_exceeded(self.config.max_model_len, what)
         sequence.arrival_index = self._num_arrivals
         self._num_arrivals += 1
         if sequence.sampling.kv_budget is not None:

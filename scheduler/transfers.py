@@ -48,6 +48,7 @@ class DiskResult:
     digest: bytes
     loaded: bool
     ok: bool
+    disk_full: bool = False  # why it is not stored
 
 
 # Carried out in the order in which they were given, before the step's forward pass: a block's

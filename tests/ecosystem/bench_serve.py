@@ -1,5 +1,5 @@
-"""A client as `vllm bench serve` is one: streamed completions and chats at a rate, with the usage in
-the last chunk. It prints what it measured as JSON; it fails when a count does not add up.
+"""A client as `vllm bench serve` is one: streamed completions and chats at a rate, with the usage
+in the last chunk. It prints what it measured as JSON; it fails when a count does not add up.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Starts the real server and lets other people's clients at it.
 
-    python tests/ecosystem/run.py                  the clients that CI runs
-    python tests/ecosystem/run.py --all            and the measuring tools
-    python tests/ecosystem/run.py lm-eval node     some of them
+    make ecosystem                             the clients that CI runs
+    make ecosystem ARGS=--all                  and the measuring tools
+    make ecosystem ARGS="lm-eval node"         some of them
 
 Each has a pinned environment of its own (``environments``). README.md has what was seen.
 """
@@ -16,8 +16,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import tools
 from environments import FOLDER, node_environment, python_environment

@@ -239,7 +239,7 @@ class TestLimits:
     def test_what_no_worker_can_hold_is_refused_at_once(self) -> None:
         dispatcher = make_dispatcher()
         dispatcher.worker_ready(WORKER, make_capacity(num_blocks=10, max_model_len=100))
-        with pytest.raises(RequestError, match="at most 99 tokens") as error:
+        with pytest.raises(RequestError, match="maximum context length is 100 tokens") as error:
             add(dispatcher, 0, num_prompt=100)
         assert error.value.code == "context_length_exceeded"
         add(dispatcher, 1, num_prompt=99)

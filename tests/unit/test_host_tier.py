@@ -183,6 +183,28 @@ def test_the_disk_is_bounded_and_drops_its_least_recently_used():
     assert DiskIndex(2, [b"x", b"y", b"z"]).add(b"w") == [b"y"]
 
 
+def test_a_full_disk_gives_up_its_oldest_and_grows_again_later():
+    now = [0.0]
+    disk = DiskIndex(5, [b"a", b"b", b"c"], clock=lambda: now[0])
+    tier = make_tier(disk=disk)
+    full = DiskResult(b"d", loaded=False, ok=False, disk_full=True)
+    assert tier.take_disk_results([full]) == [b"a"]
+    assert tier.take_disk_results([DiskResult(b"e", loaded=False, ok=True)]) == [b"b"]
+    assert len(disk) == 2
+    now[0] = 31.0
+    for name in (b"f", b"g", b"h"):
+        assert tier.take_disk_results([DiskResult(name, loaded=False, ok=True)]) == []
+    assert tier.take_disk_results([DiskResult(b"i", loaded=False, ok=True)]) == [b"c"]
+    for _ in range(7):
+        tier.take_disk_results([full])
+    assert len(disk) == 0
+    assert tier.take_disk_results([DiskResult(b"j", loaded=False, ok=True)]) == []
+    assert b"j" in disk
+    other_fault = DiskResult(b"k", loaded=False, ok=False)
+    assert tier.take_disk_results([other_fault]) == []
+    assert b"j" in disk
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_use_keeps_the_books(seed):
     rng = random.Random(seed)

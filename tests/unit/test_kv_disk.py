@@ -1,3 +1,4 @@
+import errno
 import os
 import stat
 
@@ -212,3 +213,26 @@ def test_a_file_in_the_folders_place_is_refused(folder):
     folder.write_text("")
     with pytest.raises(ConfigError, match="kv_disk_dir"):
         KVDisk(folder, MODEL, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_full"), [("ENOSPC", True), ("EDQUOT", True), ("EIO", False)]
+)
+def test_a_full_disk_is_told_from_other_faults_and_goes_on(
+    disk, folder, monkeypatch, number, is_full
+):
+    """What could not be written leaves nothing; once there is room, the next one is."""
+    stored(disk, 1)
+    replace = os.replace
+
+    def fail(*_):
+        raise OSError(getattr(errno, number), "no")
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert disk.store(digest(2), TOKENS, payload(2))
+    assert collect(disk, 1) == [DiskOutcome(digest(2), False, False, disk_full=is_full)]
+    monkeypatch.setattr(os, "replace", replace)
+    disk.remove(digest(1))
+    stored(disk, 3)
+    assert disk.digests() == [digest(3)]
+    assert load(disk, 3) == payload(3)

@@ -78,7 +78,7 @@ class TestOneSequence:
 
     def test_a_prompt_without_room_for_a_token_is_refused(self) -> None:
         scheduler = make_scheduler(max_model_len=32)
-        with pytest.raises(RequestError, match="at most 31 tokens") as error:
+        with pytest.raises(RequestError, match="maximum context length is 32 tokens") as error:
             scheduler.add(make_sequence(0, 32))
         assert error.value.code == "context_length_exceeded"
         assert not scheduler.has_unfinished

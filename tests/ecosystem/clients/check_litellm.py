@@ -15,7 +15,7 @@ WEATHER = {
         "name": "get_weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string"}},
+            "properties": {"city": {"type": "string", "maxLength": 12}},
             "required": ["city"],
         },
     },

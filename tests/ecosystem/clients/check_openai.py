@@ -17,7 +17,7 @@ WEATHER: Any = {
         "description": "The weather of a city",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string"}},
+            "properties": {"city": {"type": "string", "maxLength": 12}},
             "required": ["city"],
             "additionalProperties": False,
         },

@@ -1,4 +1,4 @@
-"""Where the real server is, and what the checks share. ``tests/ecosystem/run.py`` sets the addresses."""
+"""Where the real server is, as ``tests/ecosystem/run.py`` tells, and what the checks share."""
 
 import base64
 import os

@@ -15,7 +15,7 @@ const weather = {
     description: "The weather of a city",
     parameters: {
       type: "object",
-      properties: { city: { type: "string" } },
+      properties: { city: { type: "string", maxLength: 12 } },
       required: ["city"],
       additionalProperties: false,
     },
