@@ -1,0 +1,62 @@
+"""What this machine gives at best just now: reading memory, and multiplying matrices.
+
+    python -m shoal.load.compare.limits
+
+A process of its own, since it takes a quarter of a gigabyte; prints one JSON object.
+"""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from shoal.backend.machine import num_usable_cpus
+
+READ_BYTES = 256 * 2**20
+SIDES = (512, 768, 1024)  # of square matrices; the best counts
+TRIES = 12
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The best of several tries on all cores; 10^9 a second."""
+
+    read_gb: float
+    bf16_gflop: float
+    int8_gop: float
+
+
+def measure_limits() -> Limits:
+    """About three seconds."""
+    torch.set_num_threads(num_usable_cpus())
+    buffer = torch.ones(READ_BYTES // 4)
+    return Limits(
+        read_gb=round(READ_BYTES / _best(buffer.sum) / 1e9, 2),
+        bf16_gflop=round(max(map(_bf16_rate, SIDES)), 1),
+        int8_gop=round(max(map(_int8_rate, SIDES)), 1),
+    )
+
+
+def _bf16_rate(side: int) -> float:
+    square = torch.randn(side, side).to(torch.bfloat16)
+    return 2 * side**3 / _best(lambda: square @ square) / 1e9
+
+
+def _int8_rate(side: int) -> float:
+    square = torch.randint(-127, 127, (side, side), dtype=torch.int8)
+    return float(2 * side**3 / _best(lambda: torch._int_mm(square, square)) / 1e9)
+
+
+def _best(run: Callable[[], object]) -> float:
+    """Seconds of the fastest try, after one that does not count."""
+    run()
+    times = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(measure_limits()).decode())
