@@ -58,3 +58,6 @@ class ForwardBatch:
     block_mass: torch.Tensor | None = None
     hidden: HiddenStates | None = None  # None: nobody asks
     soft_tokens: SoftTokens | None = None  # None: all tokens are of the vocabulary
+    # Logits of an earlier step that nobody reads any more: a model may write its own there, which
+    # spares the system to find and clear as much memory in each step.
+    spent_logits: torch.Tensor | None = None

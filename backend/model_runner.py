@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 FORWARD_FAILED = "The model failed on this sequence; the server's log has the cause."
 OUT_OF_MEMORY = "The server has too little memory left for this sequence."
+MAX_SPENT_LOGITS = 64 * 2**20  # bytes of logits that are kept for the next step's
 
 Batch = tuple[ScheduledSequence, ...]
 
@@ -62,6 +63,7 @@ class ModelRunner:
         self._grammars = grammars
         self._native = native
         self._images = images
+        self._spent_logits: torch.Tensor | None = None
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunResult:
@@ -99,9 +101,10 @@ class ModelRunner:
 
     def _run_batch(self, scheduled: Batch, result: RunResult) -> None:
         batch = build_forward_batch(
-            scheduled, self._kv_cache.block_size, self._device, self._images
+            scheduled, self._kv_cache.block_size, self._device, self._images, self._spent_logits
         )
         logits = self._model.forward(batch, self._kv_cache)
+        self._keep_logits(logits)
         if batch.block_mass is not None:
             _record_mass(result, scheduled, batch.block_mass)
         sequences = [item.sequence for item in scheduled if item.samples]
@@ -127,6 +130,13 @@ class ModelRunner:
         tokens = sample(logits, sequences, allowed, self._native, keeps_logits=False)
         for sequence, token in zip(sequences, tokens, strict=True):
             _record(result, sequence, token)
+
+    def _keep_logits(self, logits: torch.Tensor) -> None:
+        """For the next step to write over; the largest, but nothing excessive."""
+        spent = self._spent_logits
+        is_larger = spent is None or logits.numel() > spent.numel()
+        if self._native and is_larger and logits.nbytes <= MAX_SPENT_LOGITS:
+            self._spent_logits = logits
 
     def _allowed_tokens(
         self, sequences: list[Sequence], vocab_size: int, result: RunResult
@@ -231,6 +241,7 @@ def build_forward_batch(
     block_size: int,
     device: torch.device,
     images: ImageStore | None = None,
+    spent_logits: torch.Tensor | None = None,
 ) -> ForwardBatch:
     """The flat batch of this step's tokens, sequence after sequence."""
     sequences = [item.sequence for item in scheduled]
@@ -261,6 +272,7 @@ def build_forward_batch(
         block_mass=block_mass,
         hidden=HiddenStates() if any(s.sampling.pooling for s in sequences) else None,
         soft_tokens=_soft_tokens(scheduled, images, device) if images is not None else None,
+        spent_logits=spent_logits,
     )
 
 

@@ -13,6 +13,7 @@ from shoal.backend.models.native_parts import (
     HeadBuffers,
     check_ids,
     expert_buffers,
+    logits_memory,
     pack,
     pack_ends,
     pack_side_by_side,
@@ -45,7 +46,7 @@ class NativeDecoder:
         if batch.soft_tokens is not None:
             raise NotImplementedError("the native kernels do not run images")
         check_ids(batch.input_ids, self.config.vocab_size)
-        logits = torch.empty(len(batch.logits_indices), self.config.vocab_size)
+        logits = logits_memory(batch, self.config.vocab_size)
         states = None
         if batch.hidden is not None:
             states = torch.empty(len(batch.logits_indices), self.config.hidden_size)

@@ -23,6 +23,7 @@ from shoal.backend.models.native_parts import (
     HeadBuffers,
     check_ids,
     expert_buffers,
+    logits_memory,
     pack,
     pack_ends,
     pack_side_by_side,
@@ -54,7 +55,7 @@ class NativeGemma4:
         if batch.soft_tokens is not None:
             raise NotImplementedError("the native kernels do not run images")
         check_ids(batch.input_ids, self.config.vocab_size)
-        logits = torch.empty(len(batch.logits_indices), self.config.vocab_size)
+        logits = logits_memory(batch, self.config.vocab_size)
         num_sampled = sample_lens(batch) if self.config.shares_keys else None
         states = None
         if batch.hidden is not None:

@@ -2,7 +2,9 @@
 
 import torch
 
+from shoal.backend.forward_batch import ForwardBatch
 from shoal.backend.models.layers import Linear
+from shoal.kernels.huge_pages import huge_empty
 from shoal.kernels.native_heads import AttentionHeads
 from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear
 from shoal.kernels.native_plan import ExpertBuffers, PlanBuilder
@@ -16,6 +18,15 @@ def check_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
     low, high = input_ids.aminmax()
     if int(low) < 0 or int(high) >= vocab_size:
         raise IndexError(f"token ids must be in [0, {vocab_size - 1}]")
+
+
+def logits_memory(batch: ForwardBatch, vocab_size: int) -> torch.Tensor:
+    """For float32 [num_samples, vocab_size]: the spent logits' memory if there is enough."""
+    shape = (len(batch.logits_indices), vocab_size)
+    spent = batch.spent_logits
+    if spent is None or spent.numel() < shape[0] * vocab_size:
+        return huge_empty(shape, torch.float32)
+    return spent.flatten()[: shape[0] * vocab_size].view(shape)
 
 
 def pack(library: NativeLibrary, linear: Linear) -> PackedLinear:

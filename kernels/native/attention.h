@@ -43,9 +43,9 @@ struct AttentionShape {
   int64_t padded_dim() const { return (heads.head_dim + kPanel - 1) / kPanel * kPanel; }
 };
 
-// Some neighbouring tokens of one sequence, for the query heads of one key/value head.
+// Some neighbouring tokens of one sequence, for the query heads of some key/value heads.
 struct AttentionTask {
-  int64_t seq, first_row, first_index, num_tokens, kv_head;
+  int64_t seq, first_row, first_index, num_tokens, kv_head, num_kv_heads;
   int64_t first_split, end_split;
   int64_t partial = -1;  // where the result goes that is yet to be merged; -1: it is whole
 
@@ -65,7 +65,9 @@ struct AttentionTask {
     return {first, last};
   }
 
-  int64_t cost(int64_t window) const { return (end() - lowest(0, window)) * num_tokens; }
+  int64_t cost(int64_t window) const {
+    return (end() - lowest(0, window)) * num_tokens * num_kv_heads;
+  }
 };
 
 struct AttentionWork {
@@ -74,19 +76,36 @@ struct AttentionWork {
   int64_t num_partials = 0;           // floats
 };
 
+// Each thread's own tasks are neighbours: those that are in turn must become so.
+inline void deal_out(std::vector<AttentionTask>& tasks, int64_t num_threads) {
+  const int64_t count = tasks.size();
+  std::vector<AttentionTask> dealt;
+  dealt.reserve(count);
+  for (int64_t thread = 0; thread < num_threads; thread++)
+    for (int64_t i = num_threads - 1 - thread; i < count; i += num_threads)
+      dealt.push_back(tasks[i]);
+  tasks = std::move(dealt);
+}
+
 inline AttentionWork attention_work(const Batch& batch, const AttentionShape& shape,
                                     int64_t num_threads, bool may_split) {
   const int64_t group = shape.heads.group();
   const int64_t most = std::max<int64_t>(1, kTaskRows / group);
+  const int64_t num_kv_heads = shape.heads.num_kv_heads;
+  // Heads that share a task read what lies side by side in memory.
+  const bool may_share = may_split && batch.num_seqs >= 4 * num_threads;
   AttentionWork work;
   int64_t row = 0, total = 0;
   for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
     const int64_t count = batch.query_lens[seq];
     const int64_t start = batch.context_lens[seq] - count;
+    const int64_t together =
+        may_share ? std::clamp<int64_t>(kTaskRows / (std::min(most, count) * group), 1, num_kv_heads)
+                  : 1;
     for (int64_t first = 0; first < count; first += most)
-      for (int64_t kv_head = 0; kv_head < shape.heads.num_kv_heads; kv_head++) {
+      for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head += together) {
         AttentionTask task{seq, row + first, start + first, std::min(most, count - first),
-                           kv_head, 0, 0};
+                           kv_head, std::min(together, num_kv_heads - kv_head), 0, 0};
         task.first_split = task.lowest(0, shape.window) / kSplit;
         task.end_split = (task.end() + kSplit - 1) / kSplit;
         total += task.cost(shape.window);
@@ -94,12 +113,16 @@ inline AttentionWork attention_work(const Batch& batch, const AttentionShape& sh
       }
     row += count;
   }
-  // The longest first: threads that take them in turn then end together.
+  // The longest first: threads that help each other then end together.
   std::stable_sort(work.tasks.begin(), work.tasks.end(),
                    [&](const AttentionTask& a, const AttentionTask& b) {
                      return a.cost(shape.window) > b.cost(shape.window);
                    });
-  if (!may_split || num_threads == 1) return work;
+  if (num_threads == 1) return work;
+  if (!may_split) {
+    deal_out(work.tasks, num_threads);
+    return work;
+  }
   // Tasks that are a large part of the whole are split, so that no thread waits for another's.
   std::vector<AttentionTask> parts;
   for (const AttentionTask& task : work.tasks) {
@@ -115,11 +138,13 @@ inline AttentionWork attention_work(const Batch& batch, const AttentionShape& sh
       part.first_split = split;
       part.end_split = split + 1;
       part.partial = work.num_partials;
-      work.num_partials += task.num_tokens * group * (kPartialHead + shape.padded_dim());
+      work.num_partials +=
+          task.num_tokens * group * task.num_kv_heads * (kPartialHead + shape.padded_dim());
       parts.push_back(part);
     }
   }
   work.tasks = std::move(parts);
+  deal_out(work.tasks, num_threads);
   return work;
 }
 
@@ -133,9 +158,11 @@ class AttentionScratch {
     grow(queries, rows * dim);
     grow(keys, kSpan / kPanel * panel_elements<T>(dim) + 64);
     grow(widened, kSpan * dim);
-    grow(zeros, dim);
+    grow(wide_values, kSpan * width);
+    grow(zeros, width);
     grow(values, kSpan * width + 1024);
     grow(scores, rows * kSpan);
+    grow(weights, rows * kSpan);
     grow(sums, rows * width);
     grow(merged, rows * width);
     grow(maxima, rows);
@@ -147,9 +174,11 @@ class AttentionScratch {
   std::vector<T> queries;            // [rows, head_dim]
   std::vector<T> keys;               // [kSpan / 32] panels
   std::vector<T> widened;            // [kSpan, head_dim]: keys that the cache holds otherwise
-  std::vector<T> zeros;              // [head_dim]: a key that nobody sees
-  std::vector<float> values;         // [width / 32] panels of [kSpan][32]
+  std::vector<T> wide_values;        // [kSpan, width]: values, likewise, or padded
+  std::vector<T> zeros;              // [width]: a key or value that nobody sees
+  std::vector<Weight<T>> values;     // [width / 32] panels of [kSpan][32]
   std::vector<float> scores;         // [rows, kSpan]
+  std::vector<Weight<T>> weights;    // [rows, kSpan], where they are of another type
   std::vector<float> sums;           // [rows, width]: values, weighted, of this split so far
   std::vector<float> maxima;         // [rows], of this split
   std::vector<float> totals;         // [rows, kLanes]: weights of this split, by lane
@@ -211,26 +240,27 @@ inline void merge(float& row_max, float& total, float* merged, float split_max, 
   row_max = new_max;
 }
 
-// A task's walk through its splits. T: the model's type; S: what the cache holds.
+// A task's walk through its splits. Rows are a key/value head's tokens x its query heads; those of
+// the task's heads follow each other in the scratch. T: the model's type; S: what the cache holds.
 template <class T, class S>
 class Attention {
  public:
   Attention(const AttentionTask& task, const Batch& batch, const AttentionShape& shape,
-            const LayerCache& cache, AttentionScratch<T>& scratch, const BlockMass& mass)
-      : task_(task), batch_(batch), shape_(shape), cache_(cache), scratch_(scratch), mass_(mass),
+            const LayerCache& cache, AttentionScratch<T>& scratch, const BlockMass& mass,
+            const AttentionTask* next = nullptr)
+      : task_(task), next_(next), batch_(batch), shape_(shape), cache_(cache), scratch_(scratch), mass_(mass),
         dim_(shape.heads.head_dim), group_(shape.heads.group()), width_(shape.padded_dim()),
-        num_rows_(task.num_tokens * group_),
-        blocks_(batch.block_tables + task.seq * batch.max_blocks) {}
+        num_rows_(task.num_tokens * group_) {}
 
   void run(const T* query, T* out, float* partials) {
-    for (int64_t row = 0; row < num_rows_; row++)
+    for (int64_t row = 0; row < all_rows(); row++)
       std::memcpy(&scratch_.queries[row * dim_], query + head_of(row), dim_ * sizeof(T));
     if (mass_.units) scratch_.mass.begin(num_rows_, task_.end(), batch_.block_size);
     begin_merged();
     for (int64_t split = task_.first_split; split < task_.end_split; split++) {
       const auto [first, last] = rows_that_see(split * kSplit, (split + 1) * kSplit);
-      walk(split, first, last);
-      for (int64_t row = first; row < last; row++) {
+      walk(split);
+      each_row(first, last, [&](int64_t row) {
         const float total = sum_lanes(load(&scratch_.totals[row * kLanes]));
         const float* sums = &scratch_.sums[row * width_];
         if (task_.partial >= 0) {
@@ -242,7 +272,7 @@ class Attention {
           merge(scratch_.merged_maxima[row], scratch_.merged_totals[row],
                 &scratch_.merged[row * width_], scratch_.maxima[row], total, sums, width_);
         }
-      }
+      });
     }
     if (task_.partial >= 0) return;
     finish(out);
@@ -258,21 +288,31 @@ class Attention {
     const float* from = partials + task_.partial;
     for (int64_t split = task_.first_split; split < task_.end_split; split++) {
       const auto [first, last] = rows_that_see(split * kSplit, (split + 1) * kSplit);
-      for (int64_t row = first; row < last; row++) {
+      each_row(first, last, [&](int64_t row) {
         const float* part = from + row * stride;
         merge(scratch_.merged_maxima[row], scratch_.merged_totals[row],
               &scratch_.merged[row * width_], part[0], part[1], part + kPartialHead, width_);
-      }
-      from += num_rows_ * stride;
+      });
+      from += all_rows() * stride;
     }
     finish(out);
   }
 
  private:
+  int64_t all_rows() const { return task_.num_kv_heads * num_rows_; }
+
+  // Rows first to last of each key/value head.
+  template <class Body>
+  void each_row(int64_t first, int64_t last, Body body) const {
+    for (int64_t head = 0; head < task_.num_kv_heads; head++)
+      for (int64_t row = first; row < last; row++) body(head * num_rows_ + row);
+  }
+
   // Element offset of a row's head in query and out.
   int64_t head_of(int64_t row) const {
-    return (task_.first_row + row / group_) * shape_.heads.query_width() +
-           (task_.kv_head * group_ + row % group_) * dim_;
+    const int64_t kv_head = task_.kv_head + row / num_rows_, own = row % num_rows_;
+    return (task_.first_row + own / group_) * shape_.heads.query_width() +
+           (kv_head * group_ + own % group_) * dim_;
   }
 
   std::pair<int64_t, int64_t> rows_that_see(int64_t begin, int64_t end) const {
@@ -282,39 +322,37 @@ class Attention {
 
   // Calls body(i, slot) for `count` cache indices from `start` on; divisions are slow.
   template <class Body>
-  void find_slots(int64_t start, int64_t count, Body body) const {
+  void find_slots(const AttentionTask& task, int64_t start, int64_t count, Body body) const {
+    const int64_t* blocks = batch_.block_tables + task.seq * batch_.max_blocks;
     for (int64_t i = 0; i < count;) {
       const int64_t index = start + i, offset = index % batch_.block_size;
-      const int64_t first_slot = blocks_[index / batch_.block_size] * batch_.block_size + offset;
+      const int64_t first_slot = blocks[index / batch_.block_size] * batch_.block_size + offset;
       const int64_t in_block = std::min(count - i, batch_.block_size - offset);
       for (int64_t j = 0; j < in_block; j++, i++) body(i, first_slot + j);
     }
   }
 
   void begin_merged() {
-    std::fill_n(scratch_.merged.begin(), num_rows_ * width_, 0.0f);
-    std::fill_n(scratch_.merged_totals.begin(), num_rows_, 0.0f);
-    std::fill_n(scratch_.merged_maxima.begin(), num_rows_,
+    std::fill_n(scratch_.merged.begin(), all_rows() * width_, 0.0f);
+    std::fill_n(scratch_.merged_totals.begin(), all_rows(), 0.0f);
+    std::fill_n(scratch_.merged_maxima.begin(), all_rows(),
                 -std::numeric_limits<float>::infinity());
   }
 
   void finish(T* out) {
-    for (int64_t row = 0; row < num_rows_; row++) {
+    for (int64_t row = 0; row < all_rows(); row++) {
       const float* merged = &scratch_.merged[row * width_];
       const float total = scratch_.merged_totals[row];
       T* to = out + head_of(row);
-      for (int64_t i = 0; i < dim_; i++) assign(to[i], merged[i] / total);
+      for (int64_t i = 0; i < dim_; i++) assign(to[i], merged[value_column<T>(i)] / total);
     }
   }
 
-  // Rows first to last go through one split.
-  void walk(int64_t split, int64_t first, int64_t last) {
-    std::fill_n(scratch_.sums.begin() + first * width_, (last - first) * width_, 0.0f);
-    std::fill_n(scratch_.totals.begin() + first * kLanes, (last - first) * kLanes, 0.0f);
-    std::fill_n(scratch_.maxima.begin() + first, last - first,
-                -std::numeric_limits<float>::infinity());
-    const int64_t begin =
-        std::max(split * kSplit, task_.lowest(0, shape_.window) / kSpan * kSpan);
+  void walk(int64_t split) {
+    std::fill_n(scratch_.sums.begin(), all_rows() * width_, 0.0f);
+    std::fill_n(scratch_.totals.begin(), all_rows() * kLanes, 0.0f);
+    std::fill_n(scratch_.maxima.begin(), all_rows(), -std::numeric_limits<float>::infinity());
+    const int64_t begin = first_span(task_, split);
     const int64_t end = std::min((split + 1) * kSplit, task_.end());
     for (int64_t start = begin; start < end; start += kSpan) {
       const int64_t count = std::min(kSpan, end - start);
@@ -322,27 +360,53 @@ class Attention {
       // Before it is what no row sees, perhaps because its block is somebody else's by now.
       const int64_t first_key = std::max<int64_t>(
           0, task_.lowest(first_row / group_, shape_.window) - start);
-      gather(start, first_key, count);
-      prefetch(start + kSpan, std::min(kSpan, end - start - kSpan));
-      score(first_row, last_row, count);
       if (mass_.units) scratch_.mass.begin_span(start, first_key, count);
-      for (int64_t row = first_row; row < last_row; row++) weigh_row(row, start);
-      add_values(first_row, last_row, first_key, count);
+      for (int64_t head = 0; head < task_.num_kv_heads; head++) {
+        gather(task_.kv_head + head, start, first_key, count);
+        if (start + kSpan < end)
+          look_ahead(task_, head, start + kSpan);
+        else if (next_ && head < next_->num_kv_heads)
+          look_ahead(*next_, head, first_span(*next_, next_->first_split));
+        else
+          ahead_.begin(0, dim_);
+        const int64_t base = head * num_rows_;
+        score(base + first_row, base + last_row, count);
+        for (int64_t row = first_row; row < last_row; row++) {
+          weigh_row(base + row, row, start);
+          ahead_.fetch(2 * kSpan / 16);
+        }
+        add_values(base + first_row, base + last_row, first_key, count);
+      }
     }
   }
 
-  void gather(int64_t start, int64_t first, int64_t count) {
-    std::fill_n(keys_, kSpan, scratch_.zeros.data());
-    find_slots(start + first, count - first, [&](int64_t i, int64_t slot) {
-      const int64_t index = slot * shape_.heads.num_kv_heads + task_.kv_head;
+  int64_t first_span(const AttentionTask& task, int64_t split) const {
+    return std::max(split * kSplit, task.lowest(0, shape_.window) / kSpan * kSpan);
+  }
+
+  // Keys and values of one head of a span.
+  void gather(int64_t kv_head, int64_t start, int64_t first, int64_t count) {
+    if (first > 0 || count < kSpan) {
+      std::fill_n(keys_, kSpan, scratch_.zeros.data());
+      std::fill_n(values_, kSpan, scratch_.zeros.data());
+    }
+    find_slots(task_, start + first, count - first, [&](int64_t i, int64_t slot) {
+      const int64_t index = slot * shape_.heads.num_kv_heads + kv_head;
       const S* key = static_cast<const S*>(cache_.keys) + index * dim_;
-      values_[first + i] = static_cast<const S*>(cache_.values) + index * dim_;
+      const S* value = static_cast<const S*>(cache_.values) + index * dim_;
       if constexpr (std::is_same_v<S, T>) {
         keys_[first + i] = key;
       } else {
         T* wide = &scratch_.widened[(first + i) * dim_];
         widen(key, dim_, wide);
         keys_[first + i] = wide;
+      }
+      if (std::is_same_v<S, T> && dim_ == width_) {
+        values_[first + i] = reinterpret_cast<const T*>(value);
+      } else {
+        T* wide = &scratch_.wide_values[(first + i) * width_];
+        widen(value, dim_, wide);
+        values_[first + i] = wide;
       }
       if constexpr (StoredTraits<S>::kScaled) {
         key_scales_[first + i] = cache_.key_scales[index];
@@ -351,21 +415,20 @@ class Attention {
     });
   }
 
-  // The next span is scattered over the cache: no hardware sees it coming.
-  void prefetch(int64_t start, int64_t count) const {
-    find_slots(start, count, [&](int64_t, int64_t slot) {
-      const int64_t index = (slot * shape_.heads.num_kv_heads + task_.kv_head) * dim_;
-      for (int64_t i = 0; i < dim_; i += 64 / sizeof(S)) {
-        __builtin_prefetch(static_cast<const S*>(cache_.keys) + index + i);
-        __builtin_prefetch(static_cast<const S*>(cache_.values) + index + i);
-      }
+  void look_ahead(const AttentionTask& task, int64_t head, int64_t start) {
+    ahead_.begin(dim_ * sizeof(S), dim_);
+    find_slots(task, start, std::min(kSpan, task.end() - start), [&](int64_t, int64_t slot) {
+      const int64_t index = (slot * shape_.heads.num_kv_heads + task.kv_head + head) * dim_;
+      ahead_.add(static_cast<const S*>(cache_.keys) + index);
+      ahead_.add(static_cast<const S*>(cache_.values) + index);
     });
   }
 
   void score(int64_t first, int64_t last, int64_t count) {
     for (int64_t panel = 0; panel * kPanel < count; panel++) {
       T* packed = scratch_.keys.data() + panel * panel_elements<T>(dim_);
-      pack_keys(keys_ + panel * kPanel, dim_, packed);
+      pack_keys(keys_ + panel * kPanel, dim_, packed, ahead_);
+      ahead_.fetch(2 * kSpan / 8);
       for_tiles(last - first, [&](int64_t begin, int rows) {
         begin += first;
         tile<T>(rows, &scratch_.queries[begin * dim_], dim_, packed, dim_,
@@ -374,8 +437,9 @@ class Attention {
     }
   }
 
-  void weigh_row(int64_t row, int64_t start) {
-    const int64_t token = row / group_;
+  // number: the row's among those of its head.
+  void weigh_row(int64_t row, int64_t number, int64_t start) {
+    const int64_t token = number / group_;
     float* scores = &scratch_.scores[row * kSpan];
     const int64_t first = std::max<int64_t>(0, task_.lowest(token, shape_.window) - start);
     const int64_t end = std::min(kSpan, task_.first_index + token + 1 - start);
@@ -386,37 +450,54 @@ class Attention {
     if constexpr (scaled)
       for (int64_t i = 0; i < kSpan; i += kLanes)
         store(scores + i, load(scores + i) * load(value_scales_ + i));
+    if constexpr (!std::is_same_v<Weight<T>, float>)
+      for (int64_t i = 0; i < kSpan; i += kLanes)
+        store_rounded(load(scores + i), &scratch_.weights[row * kSpan + i]);
+  }
+
+  const Weight<T>* weights_of(int64_t row) const {
+    if constexpr (std::is_same_v<Weight<T>, float>)
+      return &scratch_.scores[row * kSpan];
+    else
+      return &scratch_.weights[row * kSpan];
   }
 
   void add_values(int64_t first_row, int64_t last_row, int64_t first, int64_t count) {
     const int64_t num_rows = last_row - first_row;
-    if (num_rows <= kTileRows && dim_ % kPanel == 0) {
-      for (int64_t column = 0; column < dim_; column += kPanel)
-        add_weighted<S>(num_rows, &scratch_.scores[first_row * kSpan], values_, first, count,
-                        column, &scratch_.sums[first_row * width_ + column], width_);
+    // Values that weights multiply in pairs begin and end with a whole one.
+    constexpr int64_t step = 4 / sizeof(Weight<T>);
+    first = first / step * step;
+    count = (count + step - 1) / step * step;
+    if (num_rows <= kTileRows) {
+      for (int64_t column = 0; column < width_; column += kPanel) {
+        ahead_.fetch(2 * kSpan / 12);
+        add_weighted(num_rows, weights_of(first_row), values_, first, count, column,
+                     &scratch_.sums[first_row * width_ + column], width_);
+      }
       return;
     }
-    pack_values(values_, first, count, dim_, scratch_.values.data());
+    pack_values(values_, first, count, width_, scratch_.values.data());
     for (int64_t panel = 0; panel < width_ / kPanel; panel++)
       for_tiles(num_rows, [&](int64_t begin, int rows) {
         begin += first_row;
-        tile<float>(rows, &scratch_.scores[begin * kSpan + first], kSpan,
-                    scratch_.values.data() + (panel * kSpan + first) * kPanel, count - first,
-                    &scratch_.sums[begin * width_ + panel * kPanel], width_, true);
+        tile(rows, weights_of(begin) + first, kSpan,
+             scratch_.values.data() + (panel * kSpan + first) * kPanel, count - first,
+             &scratch_.sums[begin * width_ + panel * kPanel], width_, true);
       });
   }
 
   const AttentionTask& task_;
+  const AttentionTask* next_;  // what this thread does afterwards, or null
   const Batch& batch_;
   const AttentionShape& shape_;
   const LayerCache& cache_;
   AttentionScratch<T>& scratch_;
   const BlockMass& mass_;
   const int64_t dim_, group_, width_, num_rows_;
-  const int64_t* blocks_;
+  SpanAhead ahead_;
   // Of the span at hand.
   const T* keys_[kSpan];
-  const S* values_[kSpan];
+  const T* values_[kSpan];  // [width], zeros where nobody sees them
   alignas(64) float key_scales_[kSpan];
   alignas(64) float value_scales_[kSpan];
 };
@@ -431,8 +512,9 @@ void attention(Team& team, int64_t number, const AttentionWork& work, const Batc
     if constexpr (std::is_same_v<T, BFloat16> && std::is_same_v<S, float>) {
       // Refused where the cache is made: bfloat16 queries would not match such keys.
     } else {
-      team.share(number, work.tasks.size(), 1, [&](int64_t i) {
-        Attention<T, S>(work.tasks[i], batch, shape, cache, scratch, mass)
+      team.share(number, work.tasks.size(), 1, [&](int64_t i, int64_t next) {
+        Attention<T, S>(work.tasks[i], batch, shape, cache, scratch, mass,
+                        next < 0 ? nullptr : &work.tasks[next])
             .run(query, out, partials);
       });
       if (work.merges.empty()) return;

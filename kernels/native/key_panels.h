@@ -40,9 +40,31 @@ inline void transpose_16(const int32_t* const* source, int32_t* target, int64_t 
 }
 #endif
 
+// The keys and values that are read next. They lie scattered over the cache, so that no hardware
+// sees them coming, and are fetched a few lines at a time: many at once would wait for each other,
+// and all else for them.
+struct SpanAhead {
+  const char* rows[2 * kSpan];
+  int64_t num_rows = 0, row = 0, row_bytes = 0, rows_per_square = 1;
+
+  void begin(int64_t bytes_per_row, int64_t head_dim) {
+    num_rows = row = 0;
+    row_bytes = bytes_per_row;
+    // A third of the rows during the transposition, which has head_dim / 8 squares.
+    rows_per_square = (6 * kSpan + head_dim - 1) / head_dim;
+  }
+
+  void add(const void* begin) { rows[num_rows++] = static_cast<const char*>(begin); }
+
+  void fetch(int64_t count) {
+    for (const int64_t end = std::min(num_rows, row + count); row < end; row++)
+      for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(rows[row] + i, 0, 2);
+  }
+};
+
 // 32 keys as a panel: each key is one column.
 template <class T>
-void pack_keys(const T* const* keys, int64_t head_dim, T* panel) {
+void pack_keys(const T* const* keys, int64_t head_dim, T* panel, SpanAhead& ahead) {
   constexpr int64_t group = 4 / sizeof(T);
   int64_t done = 0;  // features
 #if defined(__AVX512F__)
@@ -51,6 +73,7 @@ void pack_keys(const T* const* keys, int64_t head_dim, T* panel) {
       const int32_t* rows[16];
       for (int64_t i = 0; i < 16; i++)
         rows[i] = reinterpret_cast<const int32_t*>(keys[half * 16 + i] + done);
+      ahead.fetch(ahead.rows_per_square);
       transpose_16(rows, reinterpret_cast<int32_t*>(panel + done * kPanel) + half * 16, kPanel);
     }
 #endif
@@ -60,57 +83,106 @@ void pack_keys(const T* const* keys, int64_t head_dim, T* panel) {
           i < head_dim ? keys[key][i] : T{};
 }
 
-// Values first to count of a span as panels [kSpan][32] of float.
-template <class S>
-void pack_values(const S* const* values, int64_t first, int64_t count, int64_t head_dim,
-                 float* panels) {
-  for (int64_t start = 0; start < head_dim; start += kPanel, panels += kSpan * kPanel) {
-    const int64_t columns = std::min<int64_t>(kPanel, head_dim - start);
-    for (int64_t key = first; key < count; key++) {
-      float* out = panels + key * kPanel;
-      if (columns == kPanel) {
-        for (int64_t i = 0; i < kPanel; i += kLanes)
-          store(out + i, load_wide(values[key] + start + i));
-      } else {
-        for (int64_t i = 0; i < kPanel; i++)
-          out[i] = i < columns ? to_float(values[key][start + i]) : 0.0f;
+// What weights of values are rounded to, so that they multiply in pairs where the CPU does that; as
+// transformers rounds them too.
+#if defined(__AVX512BF16__)
+template <class T>
+using Weight = T;
+#else
+template <class T>
+using Weight = float;
+#endif
+
+#if defined(__AVX512BF16__)
+// Two values' 32 columns from `column` on as pairs, in the order of value_column().
+inline void pair_values(const BFloat16* first, const BFloat16* second, IntVec (&pairs)[kVecs]) {
+  const __m512i low = _mm512_loadu_si512(first), high = _mm512_loadu_si512(second);
+  pairs[0] = (IntVec)_mm512_unpacklo_epi16(low, high);
+  pairs[1] = (IntVec)_mm512_unpackhi_epi16(low, high);
+}
+#endif
+
+// Where a column of values lies in sums over values.
+template <class T>
+int64_t value_column(int64_t column) {
+  if constexpr (sizeof(Weight<T>) == 4) return column;
+  const int64_t in_panel = column % kPanel;
+  return column - in_panel + in_panel % 8 / 4 * 16 + in_panel / 8 * 4 + in_panel % 4;
+}
+
+// Values first to count of a span as panels [kSpan][32] for the tile, each a whole number of panels
+// wide.
+template <class T>
+void pack_values(const T* const* values, int64_t first, int64_t count, int64_t width,
+                 Weight<T>* panels) {
+  for (int64_t start = 0; start < width; start += kPanel, panels += kSpan * kPanel) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == 2) {
+      for (int64_t key = first; key < count; key += 2) {
+        IntVec pairs[kVecs];
+        pair_values(values[key] + start, values[key + 1] + start, pairs);
+        std::memcpy(panels + key * kPanel, pairs, sizeof pairs);
       }
+      continue;
     }
+#endif
+    if constexpr (sizeof(Weight<T>) == 4)
+      for (int64_t key = first; key < count; key++)
+        for (int64_t i = 0; i < kPanel; i += kLanes)
+          store(panels + key * kPanel + i, load_wide(values[key] + start + i));
   }
 }
 
 // out[row][0..32) += weights[row][first..count) * values[.][column..column + 32): what the tile does
 // with a panel of values, without the panel.
-template <class S, int kRows>
-void add_weighted_rows(const float* weights, const S* const* values, int64_t first, int64_t count,
-                       int64_t column, float* out, int64_t out_stride) {
+template <class T, int kRows>
+void add_weighted_rows(const Weight<T>* weights, const T* const* values, int64_t first,
+                       int64_t count, int64_t column, float* out, int64_t out_stride) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) sums[row][v] = load(out + row * out_stride + v * kLanes);
-  for (int64_t key = first; key < count; key++) {
-    Vec value[kVecs];
-    for (int v = 0; v < kVecs; v++) value[v] = load_wide(values[key] + column + v * kLanes);
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(T) == 2) {
+    for (int64_t key = first; key < count; key += 2) {
+      IntVec pairs[kVecs];
+      pair_values(values[key] + column, values[key + 1] + column, pairs);
 #pragma GCC unroll 12
-    for (int row = 0; row < kRows; row++) {
-      const Vec weight = splat(weights[row * kSpan + key]);
-      for (int v = 0; v < kVecs; v++) sums[row][v] = multiply_add(weight, value[v], sums[row][v]);
+      for (int row = 0; row < kRows; row++) {
+        int32_t both;
+        std::memcpy(&both, weights + row * kSpan + key, sizeof both);
+        const IntVec weight = both - IntVec{};
+        for (int v = 0; v < kVecs; v++)
+          sums[row][v] = pair_multiply_add(weight, pairs[v], sums[row][v]);
+      }
     }
   }
+#endif
+  if constexpr (sizeof(Weight<T>) == 4)
+    for (int64_t key = first; key < count; key++) {
+      Vec value[kVecs];
+      for (int v = 0; v < kVecs; v++) value[v] = load_wide(values[key] + column + v * kLanes);
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; row++) {
+        const Vec weight = splat(weights[row * kSpan + key]);
+        for (int v = 0; v < kVecs; v++)
+          sums[row][v] = multiply_add(weight, value[v], sums[row][v]);
+      }
+    }
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
 }
 
-template <class S, int kRows = kTileRows>
-void add_weighted(int rows, const float* weights, const S* const* values, int64_t first,
+template <class T, int kRows = kTileRows>
+void add_weighted(int rows, const Weight<T>* weights, const T* const* values, int64_t first,
                   int64_t count, int64_t column, float* out, int64_t out_stride) {
   if constexpr (kRows > 1) {
     if (rows < kRows)
-      return add_weighted<S, kRows - 1>(rows, weights, values, first, count, column, out,
+      return add_weighted<T, kRows - 1>(rows, weights, values, first, count, column, out,
                                         out_stride);
   }
-  add_weighted_rows<S, kRows>(weights, values, first, count, column, out, out_stride);
+  add_weighted_rows<T, kRows>(weights, values, first, count, column, out, out_stride);
 }
 
 }  // namespace shoal

@@ -11,6 +11,7 @@ enum class Epilogue : int32_t {
   kAdd = 1,      // out += sum + bias: the residual connection
   kSiluMul = 2,  // out = silu(gate) * up; a panel holds 16 columns of gate, then the same 16 of up
   kGeluMul = 3,  // out = gelu(gate) * up, with the tanh form of GELU; the same panels
+  kStoreFar = 4, // as kStore, where `out` is larger than what the caches should hold
 };
 
 struct Linear {
@@ -65,20 +66,29 @@ constexpr int kHalfPanel = kPanel / 2;
 template <class T>
 inline void store_gated(Epilogue epilogue, const float* row, const float* bias, T* out,
                         int64_t columns) {
-  float values[kHalfPanel];
-  for (int i = 0; i < kHalfPanel; i += kLanes) {
+  store_each(columns, out, [&](int64_t i) {
     Vec gate = load(row + i), up = load(row + kHalfPanel + i);
     if (bias) {
       gate += load(bias + i);
       up += load(bias + kHalfPanel + i);
     }
     const Vec activated = epilogue == Epilogue::kSiluMul ? silu(gate) : gelu_tanh(gate);
-    store(values + i, activated * up);
-  }
-  for (int64_t i = 0; i < columns; i++) assign(out[i], values[i]);
+    return activated * up;
+  });
 }
 
-inline void store_sum(const float* row, const float* bias, float* out, int64_t columns, bool add) {
+inline void store_sum(const float* row, const float* bias, float* out, int64_t columns,
+                      Epilogue epilogue) {
+  const bool add = epilogue == Epilogue::kAdd;
+  if (columns == kPanel && !bias) {
+    const bool far = epilogue == Epilogue::kStoreFar && uintptr_t(out) % sizeof(Vec) == 0;
+    for (int64_t i = 0; far && i < kPanel; i += kLanes) store_past_caches(out + i, load(row + i));
+    for (int64_t i = 0; !far && i < kPanel; i += kLanes) {
+      const Vec sum = load(row + i);
+      store(out + i, add ? load(out + i) + sum : sum);
+    }
+    return;
+  }
   for (int64_t i = 0; i < columns; i++) {
     const float sum = bias ? row[i] + bias[i] : row[i];
     out[i] = add ? out[i] + sum : sum;
@@ -113,7 +123,7 @@ void linear_panel(const Linear& op, Epilogue epilogue, int64_t panel, const char
       } else {
         const int64_t column = panel * kPanel;
         store_sum(sums + row * kPanel, bias, static_cast<float*>(out) + to + column,
-                  std::min<int64_t>(kPanel, out_width - column), epilogue == Epilogue::kAdd);
+                  std::min<int64_t>(kPanel, out_width - column), epilogue);
       }
     }
   });

@@ -11,6 +11,8 @@
 
 namespace shoal {
 
+constexpr int64_t kFarRows = 16;  // as many rows of logits push weights out of the caches
+
 enum class OpKind : int32_t {
   kEmbed = 0,           // input_ids -> out (float)
   kRotaryAngles = 1,    // positions -> out (float); weight: inverse frequencies [k]; scalar: factor
@@ -348,8 +350,9 @@ class Plan : public PlanBase {
         });
         break;
       case OpKind::kLogits:
-        linear<T>(team, turn, product(op), Epilogue::kStore, row<char>(op.in, 0),
-                  step.num_samples, step.logits, op.n, after(team, number));
+        linear<T>(team, turn, product(op),
+                  step.num_samples < kFarRows ? Epilogue::kStore : Epilogue::kStoreFar,
+                  row<char>(op.in, 0), step.num_samples, step.logits, op.n, after(team, number));
         break;
       case OpKind::kPrepare:
         each_row(op.packed ? step.num_samples : num_rows, [&](int64_t i) {

@@ -34,10 +34,11 @@ void rms_norm(const float* in, const float* weight, float eps, int64_t width, T*
   float sum = sum_lanes(sums);
   for (; i < width; i++) sum += in[i] * in[i];
   const float scale = 1.0f / std::sqrt(sum / float(width) + eps);
-  if (weight)
-    for (i = 0; i < width; i++) assign(out[i], in[i] * scale * weight[i]);
-  else
-    for (i = 0; i < width; i++) assign(out[i], in[i] * scale);
+  for (i = 0; i + kLanes <= width; i += kLanes) {
+    const Vec normed = load(in + i) * splat(scale);
+    store_rounded(weight ? normed * load(weight + i) : normed, out + i);
+  }
+  for (; i < width; i++) assign(out[i], weight ? in[i] * scale * weight[i] : in[i] * scale);
 }
 
 // `combine` of two rows, a vector at a time: all elements go the same way, the last ones too.
@@ -112,12 +113,19 @@ struct HeadPreparation {
 template <class T>
 void rotate(const float* in, const float* angles, int64_t rotary_dim, int64_t head_dim, T* out) {
   const int64_t half = rotary_dim / 2;
-  for (int64_t i = 0; i < half; i++) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Vec cos = load(angles + i), sin = load(angles + half + i);
+    const Vec first = load(in + i), second = load(in + half + i);
+    store_rounded(first * cos - second * sin, out + i);
+    store_rounded(second * cos + first * sin, out + half + i);
+  }
+  for (; i < half; i++) {
     const float cos = angles[i], sin = angles[half + i];
     assign(out[i], in[i] * cos - in[half + i] * sin);
     assign(out[half + i], in[half + i] * cos + in[i] * sin);
   }
-  for (int64_t i = rotary_dim; i < head_dim; i++) assign(out[i], in[i]);
+  for (i = rotary_dim; i < head_dim; i++) assign(out[i], in[i]);
 }
 
 // One token's row: rotated queries go to `query` and the rest to its slot of the cache.

@@ -143,7 +143,9 @@ inline void assign(Fp8& target, float value) {
 template <class S>
 float store_head(const float* head, int64_t head_dim, S* to) {
   if constexpr (!StoredTraits<S>::kScaled) {
-    for (int64_t i = 0; i < head_dim; i++) assign(to[i], head[i]);
+    int64_t i = 0;
+    for (; i + kLanes <= head_dim; i += kLanes) store_rounded(load(head + i), to + i);
+    for (; i < head_dim; i++) assign(to[i], head[i]);
     return 1.0f;
   } else {
     float largest = 0.0f;

@@ -34,6 +34,16 @@ inline Vec load(const float* source) {
 
 inline void store(float* target, Vec value) { std::memcpy(target, &value, sizeof value); }
 
+// Past the caches, which need not read the line first. `target` begins a vector. Another thread sees
+// it after an atomic read-modify-write of this one.
+inline void store_past_caches(float* target, Vec value) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(target, (__m512)value);
+#else
+  store(target, value);
+#endif
+}
+
 inline Vec splat(float value) { return value - Vec{}; }
 
 inline Vec multiply_add(Vec a, Vec b, Vec c) {
@@ -116,6 +126,30 @@ inline void assign(BFloat16& target, float value) {
   std::memcpy(&bits, &value, sizeof bits);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   target.bits = value == value ? uint16_t(rounded) : uint16_t(0x7fc0);
+}
+
+// kLanes values, rounded to the target's type. Where the CPU rounds to bfloat16 itself, values below
+// the least normal number become 0, as in its products.
+inline void store_rounded(Vec value, float* target) { store(target, value); }
+
+inline void store_rounded(Vec value, BFloat16* target) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+  std::memcpy(target, &rounded, sizeof rounded);
+#else
+  for (int i = 0; i < kLanes; i++) assign(target[i], value[i]);
+#endif
+}
+
+// combine(i) gives kLanes values from column i on; all of `width` are stored, rounded.
+template <class Combine, class T>
+inline void store_each(int64_t width, T* out, Combine combine) {
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) store_rounded(combine(i), out + i);
+  if (i == width) return;
+  T last[kLanes];
+  store_rounded(combine(i), last);
+  std::memcpy(out + i, last, (width - i) * sizeof(T));
 }
 
 }  // namespace shoal
