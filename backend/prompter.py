@@ -139,7 +139,9 @@ class Prompter:
             )
         parts: list[ImagePart] | None = None if self._images is None else []
         max_bytes = MAX_PROMPT_BYTES + (0 if parts is None else MAX_IMAGE_BYTES)
-        messages = parse_messages(decode_json("messages", raw.messages, max_bytes), parts)
+        messages = parse_messages(
+            decode_json("messages", raw.messages, max_bytes), parts, self._template.part_roles
+        )
         if is_limited:  # before rendering too: a template takes its time over megabytes
             self._check_size("".join(map(_words, messages)), "messages")
         decoded: list[DecodedImage] = []

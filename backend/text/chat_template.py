@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
@@ -36,6 +36,18 @@ _DEFAULT_OPTIONS = TemplateOptions()
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # one of Unicode's private-use planes
 
 
+_ASKED = {"role": "user", "content": "a"}
+_CALL = {"id": "0", "type": "function", "function": {"name": "f", "arguments": {}}}
+_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+# Chats with a message of each role, whose content is replaced by parts.
+_PROBES: dict[str, list[dict[str, Any]]] = {
+    "user": [_ASKED],
+    "system": [{"role": "system", "content": ""}, _ASKED],
+    "assistant": [_ASKED, {"role": "assistant", "content": ""}],
+    "tool": [_ASKED, _CALLED, {"role": "tool", "content": "", "tool_call_id": "0"}],
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ImagePart:
     """Where messages have an image. Without a url it comes beside the messages."""
@@ -44,21 +56,31 @@ class ImagePart:
     param: str
 
 
-def parse_messages(data: Any, images: list[ImagePart] | None = None) -> list[dict[str, Any]]:
+def parse_messages(
+    data: Any,
+    images: list[ImagePart] | None = None,
+    part_roles: Collection[str] = (),
+) -> list[dict[str, Any]]:
     """Check decoded JSON and return the messages as templates want them: content is a string.
 
-    A list of text parts is joined as it is; null content becomes empty. ``developer`` is OpenAI's
-    newer word for ``system``, which templates know. For models that see images the content of a
-    user's message with images stays a list of parts, and these images are added to ``images``.
+    A list of text parts is joined as it is, but in messages of ``part_roles``; null content becomes
+    empty. ``developer`` is OpenAI's newer word for ``system``, which templates know. For models
+    that see images the content of a user's message with images stays a list of parts, and these
+    images are added to ``images``.
     """
     if not isinstance(data, list):
         raise RequestError("messages must be a list.", param="messages", code="invalid_type")
     if not 1 <= len(data) <= MAX_MESSAGES:
         raise RequestError(f"messages must hold 1 to {MAX_MESSAGES} messages.", param="messages")
-    return [_parse_message(item, f"messages[{idx}]", images) for idx, item in enumerate(data)]
+    return [
+        _parse_message(item, f"messages[{idx}]", images, part_roles)
+        for idx, item in enumerate(data)
+    ]
 
 
-def _parse_message(item: Any, where: str, images: list[ImagePart] | None) -> dict[str, Any]:
+def _parse_message(
+    item: Any, where: str, images: list[ImagePart] | None, part_roles: Collection[str]
+) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise RequestError(f"{where} must be an object.", param=where, code="invalid_type")
     role = item.get("role")
@@ -78,7 +100,8 @@ def _parse_message(item: Any, where: str, images: list[ImagePart] | None) -> dic
         item = _as_written(item, where)
     message = {key: value for key, value in item.items() if value is not None}
     message["role"] = "system" if role == "developer" else role
-    message["content"] = _parse_content(item, where, images if role == "user" else None)
+    content = _parse_content(item, where, images if role == "user" else None)
+    message["content"] = content if message["role"] in part_roles else joined_text(content)
     for key in ("name", "tool_call_id", "reasoning_content"):
         if not isinstance(message.get(key, ""), str):
             raise _wrong_type(f"{where}.{key}", "a string")
@@ -123,10 +146,14 @@ def _parse_content(
         raise _wrong_type(where, "a string or a list of text parts")
     if item["role"] == "assistant":
         content = [_refusal_as_text(part) for part in content]
-    parts = [_parse_part(part, f"{where}[{idx}]", images) for idx, part in enumerate(content)]
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return "".join(part["text"] for part in parts)
+    return [_parse_part(part, f"{where}[{idx}]", images) for idx, part in enumerate(content)]
+
+
+def joined_text(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """The text of text parts; what holds an image stays as it is."""
+    if isinstance(content, str) or any(part["type"] == "image" for part in content):
+        return content
+    return "".join(part["text"] for part in content)
 
 
 def _refusal_as_text(part: Any) -> Any:
@@ -240,12 +267,27 @@ class ChatTemplate:
             raise ConfigError(f"The model's chat template does not compile: {error}.") from error
         self._knows_tools = "tools" in names
         self._knows_calls = "tool_calls" in source
+        self.part_roles = frozenset(role for role in _PROBES if self._takes_parts(role))
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "ChatTemplate | None":
         """The checkpoint's template; None when it has none."""
         source = tokenizer.settings.chat_template
         return None if source is None else cls(source, tokenizer)
+
+    def _takes_parts(self, role: str) -> bool:
+        """Whether the template shows every part of such a message, and shows it as text."""
+        words = ("first part", "second part")
+        parts = [{"type": "text", "text": text} for text in words]
+        messages = [
+            {**message, "content": parts} if message["role"] == role else message
+            for message in _PROBES[role]
+        ]
+        try:
+            text = self._render(messages, [], _DEFAULT_OPTIONS)
+        except Exception:  # as in render
+            return False
+        return all(word in text for word in words) and "type" not in text
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -264,27 +306,31 @@ class ChatTemplate:
             end_mark = _free_character([messages, list(tools)])
             messages = _with_end_marked(messages, end_mark)
         if not self._knows_calls:
-            messages = [calls_as_text(message) for message in messages]
+            messages = [_calls_as_text(message) for message in messages]
         if tools and not self._knows_tools:
+            messages = [_as_text(message) for message in messages]
             messages, tools = describe_tools(messages, tools), ()
         words: list[Any] = [messages, list(tools)]
         mark = _free_character(words) if self._spells_special(words) else None
         if mark is not None:
             words = _map_strings(words, self._breaker(mark))
         try:
-            text = self._template.render(
-                messages=words[0],
-                add_generation_prompt=options.add_generation_prompt,
-                tools=words[1] or None,
-                documents=None,
-                **options.variables,
-                **self._special_texts,
-            )
+            text = self._render(words[0], words[1], options)
         except Exception as error:  # a template runs arbitrary expressions on client data
             raise RequestError(_refusal(error), param="messages") from error
         if end_mark is not None:
             text = _cut_at(text, end_mark)
         return RenderedChat(text, mark)
+
+    def _render(self, messages: list[Any], tools: list[Any], options: TemplateOptions) -> str:
+        return self._template.render(
+            messages=messages,
+            add_generation_prompt=options.add_generation_prompt,
+            tools=tools or None,
+            documents=None,
+            **options.variables,
+            **self._special_texts,
+        )
 
     def _spells_special(self, words: list[Any]) -> bool:
         return any(self._special_pattern.search(text) for text in _strings(words))
@@ -298,9 +344,18 @@ class ChatTemplate:
         return lambda text: self._special_pattern.sub(break_up, text)
 
 
+def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    has_calls = message["role"] == "tool" or "tool_calls" in message
+    return calls_as_text(_as_text(message)) if has_calls else message
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": joined_text(message["content"])}
+
+
 def _with_end_marked(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
     """The mark, and a space that shows whether the template trims, at the end of the last one."""
-    last = messages[-1]
+    last = _as_text(messages[-1])
     if last["role"] != "assistant" or not last["content"]:
         raise RequestError(
             "continue_final_message needs a last message of the assistant, with content.",
