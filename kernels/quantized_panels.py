@@ -17,8 +17,6 @@ PANEL = 32  # output features side by side
 # Sums of products of two bytes stay within 32 bits up to here.
 MAX_INT8_FEATURES = 65536
 _FP8_NAN = 0x7F
-# Where a word's eight values lie: the first of each byte in its low half, the second in its high.
-_LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ def _pack_fp8(weight: Fp8Weight) -> Panels:
 def _pack_int4(weight: Int4Weight) -> Panels:
     values = unpack_int4(weight.values, weight.in_features)
     octets = functional.pad(values, (0, -values.shape[1] % 8)).view(len(values), -1, 8)
-    words = octets[..., _LOW] | (octets[..., _HIGH] << 4)  # [n, octets, 4]
+    words = octets[..., :4] | (octets[..., 4:] << 4)  # [n, octets, 4]
     body = _by_panel(words.flatten(1), 4)
     heads = _int4_heads(weight).view(torch.uint8)  # [n, groups * 4]
     joined = torch.cat([_by_panel(heads, 4), body], dim=1)

@@ -5,6 +5,7 @@ stands: ``kernels.linear`` and ``kernels.embedding`` take both. ``dtype`` is tha
 is multiplied with, and of what ``dequantize`` and ``rows`` return.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -98,6 +99,7 @@ class QuantizedWeight(ABC):
 
 Weight = torch.Tensor | QuantizedWeight
 STATE_GROUP = 64  # features of a token's states that share a scale, where states are quantised
+TINY = 1e-30  # groups of states that reach no higher are zero in 8 bits
 
 
 def join(weights: Sequence[Weight]) -> Weight:
@@ -157,7 +159,8 @@ class Int8Weight(QuantizedWeight):
 class Int4Weight(QuantizedWeight):
     """Four bits a value, with a scale (and a zero point) for each group of input features.
 
-    weight = (value - zero) * scale. The states are not quantised.
+    weight = (value - zero) * scale. On a CPU the states are quantised as they come, as with 8 bits,
+    in groups that lie within one of the weight's.
     """
 
     values: torch.Tensor  # uint8 [out_features, ceil(in_features / 2)]: the even feature lies low
@@ -174,10 +177,8 @@ class Int4Weight(QuantizedWeight):
         return ("columns",)
 
     def dequantize(self) -> torch.Tensor:
-        values = unpack_int4(self.values, self.in_features).to(torch.int16)
-        zeros = 8 if self.zeros is None else self._by_column(self.zeros).to(torch.int16)
         # A difference of 5 bits times a scale of 24 or less: rounded once, by the conversion.
-        weight = ((values - zeros) * self._by_column(self.scales.float())).to(self.dtype)
+        weight = (self._steps() * self._by_column(self.scales.float())).to(self.dtype)
         if self.columns is None:
             return weight
         out = torch.empty_like(weight)
@@ -185,7 +186,34 @@ class Int4Weight(QuantizedWeight):
         return out
 
     def linear(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(states, self.dequantize(), bias)
+        if states.device.type != "cpu":
+            return functional.linear(states, self.dequantize(), bias)
+        rows = states.reshape(-1, self.in_features)
+        if self.columns is not None:
+            rows = rows[:, self.columns]
+        quantized, scales = quantize_tokens(rows, self.state_group)
+        steps = self._steps()
+        out = torch.zeros(len(quantized), self.out_features)
+        for group, scale in enumerate(scales.split(1, dim=1)):
+            first = group * self.state_group
+            columns = slice(first, first + self.state_group)
+            sums = int8_product(quantized[:, columns], steps[:, columns])
+            out = out + sums * scale * self.scales[:, first // self.group_size].float()
+        if bias is not None:
+            out = out + bias.float()
+        return out.to(states.dtype).view(*states.shape[:-1], -1)
+
+    @property
+    def state_group(self) -> int:
+        """Columns whose states share a scale."""
+        if self.group_size >= self.in_features:
+            return STATE_GROUP
+        return math.gcd(STATE_GROUP, self.group_size)
+
+    def _steps(self) -> torch.Tensor:
+        """int16 [out_features, in_features]: the values less their zero points."""
+        values = unpack_int4(self.values, self.in_features).to(torch.int16)
+        return values - (8 if self.zeros is None else self._by_column(self.zeros).to(torch.int16))
 
     def _by_column(self, values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
@@ -218,25 +246,28 @@ class Fp8Weight(QuantizedWeight):
         return replace(self, values=values, scales=self.scales[index])
 
 
-def quantize_tokens(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's groups of 64 by their own largest magnitudes: int8 like ``states``, and float32
-    scales [rows, groups].
+def quantize_tokens(
+    states: torch.Tensor, group_size: int = STATE_GROUP
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's groups of ``group_size`` by their own largest magnitudes: int8 like ``states``,
+    and float32 scales [rows, groups].
 
     A group with a NaN or an infinity has scale NaN, which makes all its row's products NaN.
     """
     rows, columns = states.shape
-    padded = functional.pad(states.float(), (0, -columns % STATE_GROUP))
-    groups = padded.view(rows, -1, STATE_GROUP)
+    padded = functional.pad(states.float(), (0, -columns % group_size))
+    groups = padded.view(rows, -1, group_size)
     highest = groups.abs().amax(-1)
     scales = torch.where(highest.isfinite(), highest / 127.0, torch.nan)
     # One rounding: torch would multiply a number over a tensor by the reciprocal.
-    inverse = torch.where(highest > 0, torch.full_like(highest, 127.0) / highest, 0.0)
+    inverse = torch.where(highest > TINY, torch.full_like(highest, 127.0) / highest, 0.0)
     steps = (groups * inverse[..., None]).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127)
     return steps.to(torch.int8).flatten(1)[:, :columns], scales
 
 
 def int8_product(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """int8 [m, k] times int8 [n, k] as float32 [m, n]: exact, k being at most a group of states."""
+    """int8 [m, k] times int8, or int16 within its range, [n, k] as float32 [m, n]: exact, k being
+    at most a group of states."""
     assert states.shape[1] <= STATE_GROUP  # 64 * 128 * 127 is within the 24 bits of a float32
     return states.float() @ weight.float().t()
 
