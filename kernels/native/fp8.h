@@ -77,12 +77,13 @@ inline Vec fp8_step(const BFloat16* states, int64_t left, IntVec weights, Vec ac
 }
 
 template <class T, int kRows>
-inline void fp8_rows(const char* a, int64_t a_stride, const char* panel, int64_t k, float* out) {
+inline void fp8_rows(const char* a, int64_t a_stride, const char* panel, int64_t k, float* out,
+                     const Ahead& ahead) {
   Vec sums[kRows][kVecs] = {};
   for (int64_t i = 0; i < k; i += 2) {
     IntVec weights[kVecs];
     const char* source = panel + i * kPanel;
-    __builtin_prefetch(source + kPrefetchBytes);
+    if (i % 4 == 0) ahead.fetch(i / 4);
     fp8_table.read(source, weights);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; row++) {

@@ -61,13 +61,13 @@ void prepare_int4(const T* in, const int64_t* columns, int64_t k, int64_t group,
 template <int kRows, int kOctets>
 __attribute__((always_inline)) inline void int4_group(const char* a, int64_t a_stride,
                                                       const int32_t* words, int64_t num_octets,
+                                                      const Ahead& ahead, int64_t step,
                                                       IntVec (&sums)[kRows][kVecs]) {
 #pragma GCC unroll 8
   for (int64_t octet = 0; octet < (kOctets ? kOctets : num_octets); octet++) {
     const int32_t* source = words + octet * kPanel;
     IntVec low[kVecs], high[kVecs];
-    __builtin_prefetch(source + kPrefetchBytes / 4);
-    __builtin_prefetch(source + kPrefetchBytes / 4 + 16);
+    ahead.fetch(step + octet);
     for (int v = 0; v < kVecs; v++) low[v] = load_int(source + v * kLanes) & 0x0f0f0f0f;
     add_quad<kRows>(a, a_stride, 2 * octet, low, sums);
     for (int v = 0; v < kVecs; v++) high[v] = (load_int(source + v * kLanes) >> 4) & 0x0f0f0f0f;
@@ -78,7 +78,7 @@ __attribute__((always_inline)) inline void int4_group(const char* a, int64_t a_s
 // out [kRows][32] holds the totals on the way, as with 8 bits.
 template <int kRows>
 __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const char* panel,
-                                         int64_t k, int64_t group, float* out) {
+                                         int64_t k, int64_t group, float* out, const Ahead& ahead) {
   const int64_t groups = num_groups(k, group), width = int4_state_group(k, group);
   const int32_t* heads = reinterpret_cast<const int32_t*>(panel);
   const int32_t* words = heads + groups * kPanel;
@@ -105,10 +105,11 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
       begin_group<kRows>(states, a_stride, sums);
       const int32_t* source = words + first / 8 * kPanel;
       if (std::min(width, end - first) == kStateGroup)
-        int4_group<kRows, kStateGroup / 8>(a + first, a_stride, source, 0, sums);
+        int4_group<kRows, kStateGroup / 8>(a + first, a_stride, source, 0, ahead, first / 8,
+                                             sums);
       else
         int4_group<kRows, 0>(a + first, a_stride, source, (std::min(width, end - first) + 7) / 8,
-                             sums);
+                             ahead, first / 8, sums);
 #pragma GCC unroll 12
       for (int row = 0; row < kRows; row++) {
         float scale;

@@ -32,6 +32,7 @@ void prepare_int8(const T* in, int64_t k, char* out) {
 template <int kRows, int kQuads>
 __attribute__((always_inline)) inline void int8_group(const char* a, int64_t a_stride,
                                                       const char* panel, int64_t num_quads,
+                                                      const Ahead& ahead, int64_t step,
                                                       IntVec (&sums)[kRows][kVecs]) {
   // Written out whole, so that the states lie at fixed distances from their row's pointer.
 #pragma GCC unroll 16
@@ -39,8 +40,7 @@ __attribute__((always_inline)) inline void int8_group(const char* a, int64_t a_s
     const char* source = panel + quad * 4 * kPanel;
     IntVec weights[kVecs];
     for (int v = 0; v < kVecs; v++) weights[v] = load_int(source + v * sizeof(IntVec));
-    __builtin_prefetch(source + kPrefetchBytes);
-    __builtin_prefetch(source + kPrefetchBytes + 64);
+    ahead.fetch(step + quad);
     add_quad<kRows>(a, a_stride, quad, weights, sums);
   }
 }
@@ -48,7 +48,7 @@ __attribute__((always_inline)) inline void int8_group(const char* a, int64_t a_s
 // out [kRows][32] holds the totals on the way: the registers are full of one group's sums.
 template <int kRows>
 __attribute__((noinline)) void int8_rows(const char* a, int64_t a_stride, const char* panel,
-                                         int64_t k, float* out) {
+                                         int64_t k, float* out, const Ahead& ahead) {
   constexpr int64_t kQuads = kStateGroup / 4;
   const int64_t num_quads = (k + 3) / 4;
   const float* scales = reinterpret_cast<const float*>(panel + num_quads * 4 * kPanel);
@@ -58,9 +58,10 @@ __attribute__((noinline)) void int8_rows(const char* a, int64_t a_stride, const 
     begin_group<kRows>(group, a_stride, sums);
     const char* weights = panel + first * 4 * kPanel;
     if (first + kQuads <= num_quads)
-      int8_group<kRows, kQuads>(a + 4 * first, a_stride, weights, 0, sums);
+      int8_group<kRows, kQuads>(a + 4 * first, a_stride, weights, 0, ahead, first, sums);
     else
-      int8_group<kRows, 0>(a + 4 * first, a_stride, weights, num_quads - first, sums);
+      int8_group<kRows, 0>(a + 4 * first, a_stride, weights, num_quads - first, ahead, first,
+                           sums);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; row++) {
       float scale;

@@ -215,6 +215,21 @@ class Plan : public PlanBase {
     return {op.weight, op.bias, op.n, op.k, Format(op.format), op.group, op.columns};
   }
 
+  // Whether operation `number` also does the next one, which prepares the rows that it normalises.
+  bool follows_with_rows(int64_t number) const {
+    const OpKind kind = OpKind(ops_[number].kind);
+    if (kind != OpKind::kRmsNorm && kind != OpKind::kSelectNorm) return false;
+    if (number + 1 == int64_t(ops_.size())) return false;
+    const PlanOp& next = ops_[number + 1];
+    return OpKind(next.kind) == OpKind::kPrepare && next.in == ops_[number].out &&
+           next.packed == (kind == OpKind::kSelectNorm);
+  }
+
+  void prepare(const PlanOp& op, int64_t i) {
+    prepare_row<T>(Format(op.format), row<T>(op.in, i), op.columns, op.k, op.group,
+                   row<char>(op.out, i));
+  }
+
   // What this thread reads first in the product after operation `number`.
   Soon after(const Team& team, int64_t number) const {
     const int64_t next = next_product_[number];
@@ -254,10 +269,12 @@ class Plan : public PlanBase {
       case OpKind::kRmsNorm:
       case OpKind::kSelectNorm: {
         const bool select = OpKind(op.kind) == OpKind::kSelectNorm;
+        const bool prepares = follows_with_rows(number);
         each_row(select ? step.num_samples : num_rows, [&](int64_t i) {
           rms_norm(row<float>(op.in, select ? step.logits_indices[i] : i),
                    static_cast<const float*>(op.weight), op.scalar, shapes_[op.in].width,
                    row<T>(op.out, i));
+          if (prepares) prepare(ops_[number + 1], i);
         });
         break;
       }
@@ -355,10 +372,8 @@ class Plan : public PlanBase {
                   row<char>(op.in, 0), step.num_samples, step.logits, op.n, after(team, number));
         break;
       case OpKind::kPrepare:
-        each_row(op.packed ? step.num_samples : num_rows, [&](int64_t i) {
-          prepare_row<T>(Format(op.format), row<T>(op.in, i), op.columns, op.k, op.group,
-                         row<char>(op.out, i));
-        });
+        if (number && follows_with_rows(number - 1)) break;
+        each_row(op.packed ? step.num_samples : num_rows, [&](int64_t i) { prepare(op, i); });
         break;
       case OpKind::kRotateAndWrite: {
         const PlanHeads& heads = heads_[op.heads];

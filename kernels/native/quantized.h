@@ -46,10 +46,11 @@ inline void format_tile(Format format, int rows, const char* a, int64_t a_stride
     if (rows < kRows)
       return format_tile<T, kRows - 1>(format, rows, a, a_stride, panel, k, group, out, ahead);
   }
+  const Ahead some = ahead.streams[0] ? ahead : Ahead{{panel, panel}, 0};
   switch (format) {
-    case Format::kInt8: return int8_rows<kRows>(a, a_stride, panel, k, out);
-    case Format::kInt4: return int4_rows<kRows>(a, a_stride, panel, k, group, out);
-    case Format::kFp8: return fp8_rows<T, kRows>(a, a_stride, panel, k, out);
+    case Format::kInt8: return int8_rows<kRows>(a, a_stride, panel, k, out, some);
+    case Format::kInt4: return int4_rows<kRows>(a, a_stride, panel, k, group, out, some);
+    case Format::kFp8: return fp8_rows<T, kRows>(a, a_stride, panel, k, out, some);
     default:
       return tile_rows<kRows>(reinterpret_cast<const T*>(a), a_stride / int64_t(sizeof(T)),
                               reinterpret_cast<const T*>(panel), k, out, kPanel, false, ahead);
