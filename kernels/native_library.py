@@ -96,11 +96,12 @@ class PackedFormat(IntEnum):
     INT8 = 1
     INT4 = 2
     FP8 = 3
+    INT4_SHORT = 4  # the same with short heads
 
     @property
     def prepares_rows(self) -> bool:
         """Whether states are brought into another form before the product."""
-        return self in (PackedFormat.INT8, PackedFormat.INT4)
+        return self in (PackedFormat.INT8, PackedFormat.INT4, PackedFormat.INT4_SHORT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,18 +58,31 @@ def _pack_int4(weight: Int4Weight) -> Panels:
     octets = functional.pad(values, (0, -values.shape[1] % 8)).view(len(values), -1, 8)
     words = octets[..., :4] | (octets[..., 4:] << 4)  # [n, octets, 4]
     body = _by_panel(words.flatten(1), 4)
-    heads = _int4_heads(weight).view(torch.uint8)  # [n, groups * 4]
-    joined = torch.cat([_by_panel(heads, 4), body], dim=1)
+    zeros = weight.zeros
+    if zeros is None:
+        zeros = torch.full_like(weight.scales, 8, dtype=torch.uint8)
+    scales = weight.scales.bfloat16()
+    is_short = torch.equal(scales.float(), weight.scales.float()) and int(zeros.max()) < 16
+    heads = _short_heads(scales, zeros) if is_short else _long_heads(weight.scales, zeros)
     group_size = min(weight.group_size, -(-weight.in_features // 8) * 8)
-    return Panels(joined.flatten(), "INT4", group_size, weight.columns)
+    kind = "INT4_SHORT" if is_short else "INT4"
+    return Panels(torch.cat([heads, body], dim=1).flatten(), kind, group_size, weight.columns)
 
 
-def _int4_heads(weight: Int4Weight) -> torch.Tensor:
-    """int32 [n, groups]: a scale's bits with the zero point in the lowest eight, which no scale of
-    16 bits uses; one of 32 bits is rounded to them."""
-    bits = (weight.scales.float().contiguous().view(torch.int32).long() + 128) & ~255
-    zeros = torch.full_like(bits, 8) if weight.zeros is None else weight.zeros.long()
-    return (bits | zeros).to(torch.int32)
+def _short_heads(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Scales in bfloat16 and zero points below 16, both [n, groups], by panel."""
+    padded = functional.pad(zeros, (0, -zeros.shape[1] % 4))
+    pairs = padded[:, ::2] | (padded[:, 1::2] << 4)
+    by_column = scales.contiguous().view(torch.uint8)
+    return torch.cat([_by_panel(by_column, 2), _by_panel(pairs, 1)], dim=1)
+
+
+def _long_heads(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """The same by panel in words: a scale's bits with the zero point in the lowest eight, which no
+    scale of 16 bits uses; one of 32 bits is rounded to them."""
+    bits = (scales.float().contiguous().view(torch.int32).long() + 128) & ~255
+    words = (bits | zeros.long()).to(torch.int32)
+    return _by_panel(words.view(torch.uint8), 4)
 
 
 def _by_panel(values: torch.Tensor, side_by_side: int, fill: int = 0) -> torch.Tensor:

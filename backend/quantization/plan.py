@@ -15,6 +15,7 @@ _FINER = (
     (("k_proj.weight", "v_proj.weight"), "int4_fine"),
     (("q_proj.weight", "o_proj.weight"), "int4_fine"),
     (("down_proj.weight", ".w2.weight"), "int4_fine"),
+    (("gate_proj.weight", "up_proj.weight", ".w1.weight", ".w3.weight"), "int4_fine"),
 )
 
 
@@ -50,13 +51,14 @@ def memory_ratio(shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, st
 
 
 def _num_bytes(shape: tuple[int, ...], kind: str) -> int:
-    """With the four bytes that a scale takes in the native kernels, a zero point among them."""
+    """As in the native kernels: a group's scale takes two bytes there and four zero points two."""
     size = math.prod(shape)
     if kind == "none":
         return 2 * size
     rows, columns = shape
     if kind in _GROUPS:
-        return rows * (-(-columns // 2) + 4 * -(-columns // _GROUPS[kind]))
+        groups = -(-columns // _GROUPS[kind])
+        return rows * (-(-columns // 2) + 2 * groups + 2 * -(-groups // 4))
     return size + 4 * rows
 
 

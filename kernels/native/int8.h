@@ -55,7 +55,7 @@ __attribute__((noinline)) void int8_rows(const char* a, int64_t a_stride, const 
   const char* group = a + a_stride - int8_tail_bytes(k);
   for (int64_t first = 0; first < num_quads; first += kQuads, group += sizeof(StateGroup)) {
     IntVec sums[kRows][kVecs];
-    begin_group<kRows>(group, a_stride, sums);
+    begin_group<kRows>(group, a_stride, nullptr, sums);
     const char* weights = panel + first * 4 * kPanel;
     if (first + kQuads <= num_quads)
       int8_group<kRows, kQuads>(a + 4 * first, a_stride, weights, 0, ahead, first, sums);

@@ -17,7 +17,7 @@ constexpr int64_t kStateGroup = 64;  // at most; whole numbers of four
 
 struct StateGroup {
   float scale;
-  int32_t offset;  // what the sums begin with, as the weights are stored with an offset
+  int32_t offset;  // what the sums begin with, as the weights are unsigned
 };
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
@@ -91,6 +91,10 @@ inline IntVec load_int(const void* source) {
   return out;
 }
 
+inline void store_int(int32_t* target, IntVec value) {
+  std::memcpy(target, &value, sizeof value);
+}
+
 // acc + the products of four neighbouring k in each lane: unsigned weights, signed states.
 inline IntVec quad_multiply_add(IntVec weights, IntVec states, IntVec acc) {
 #if defined(__AVX512VNNI__)
@@ -124,15 +128,19 @@ __attribute__((always_inline)) inline void add_quad(const char* a, int64_t a_str
   }
 }
 
-// The rows' groups (in `group` of each) begin with their offsets.
+// The sums of each row's group (in `group`) begin with its offset times the columns' `zeros`.
 template <int kRows>
 __attribute__((always_inline)) inline void begin_group(const char* group, int64_t a_stride,
+                                                       const int32_t* zeros,
                                                        IntVec (&sums)[kRows][kVecs]) {
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++) {
     int32_t offset;
     std::memcpy(&offset, group + row * a_stride + offsetof(StateGroup, offset), sizeof offset);
-    for (int v = 0; v < kVecs; v++) sums[row][v] = offset - IntVec{};
+    for (int v = 0; v < kVecs; v++) {
+      const IntVec all = offset - IntVec{};
+      sums[row][v] = zeros ? all * load_int(zeros + v * kLanes) : all;
+    }
   }
 }
 

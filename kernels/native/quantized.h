@@ -7,13 +7,18 @@
 
 namespace shoal {
 
-enum class Format : int32_t { kDense = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3 };
+enum class Format : int32_t { kDense = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3, kInt4Short = 4 };
+
+inline bool is_int4(Format format) {
+  return format == Format::kInt4 || format == Format::kInt4Short;
+}
 
 template <class T>
 int64_t panel_bytes(Format format, int64_t k, int64_t group) {
   switch (format) {
     case Format::kInt8: return int8_panel_bytes(k);
-    case Format::kInt4: return int4_panel_bytes(k, group);
+    case Format::kInt4: return int4_panel_bytes(k, group, false);
+    case Format::kInt4Short: return int4_panel_bytes(k, group, true);
     case Format::kFp8: return fp8_panel_bytes(k);
     default: return panel_elements<T>(k) * sizeof(T);
   }
@@ -24,7 +29,8 @@ template <class T>
 int64_t row_bytes(Format format, int64_t k, int64_t group) {
   switch (format) {
     case Format::kInt8: return int8_row_bytes(k);
-    case Format::kInt4: return int4_row_bytes(k, group);
+    case Format::kInt4:
+    case Format::kInt4Short: return int4_row_bytes(k, group);
     default: return k * sizeof(T);
   }
 }
@@ -49,7 +55,10 @@ inline void format_tile(Format format, int rows, const char* a, int64_t a_stride
   const Ahead some = ahead.streams[0] ? ahead : Ahead{{panel, panel}, 0};
   switch (format) {
     case Format::kInt8: return int8_rows<kRows>(a, a_stride, panel, k, out, some);
-    case Format::kInt4: return int4_rows<kRows>(a, a_stride, panel, k, group, out, some);
+    case Format::kInt4:
+    case Format::kInt4Short:
+      return int4_rows<kRows>(a, a_stride, panel, k, group, format == Format::kInt4Short, out,
+                              some);
     case Format::kFp8: return fp8_rows<T, kRows>(a, a_stride, panel, k, out, some);
     default:
       return tile_rows<kRows>(reinterpret_cast<const T*>(a), a_stride / int64_t(sizeof(T)),
@@ -62,8 +71,10 @@ template <class T>
 void read_column(Format format, const char* panel, int64_t column, int64_t k, int64_t group,
                  float* out) {
   constexpr int64_t side_by_side = 4 / sizeof(T);
-  const int64_t groups = format == Format::kInt4 ? num_groups(k, group) : 0;
-  const int32_t* heads = reinterpret_cast<const int32_t*>(panel) + column;
+  const bool is_short = format == Format::kInt4Short;
+  const int64_t groups = is_int4(format) ? num_groups(k, group) : 0;
+  const char* words = panel + int4_head_bytes(groups, is_short) + 4 * column;
+  Int4Heads heads;
   const float* scales = reinterpret_cast<const float*>(
       panel + round_up(k, format == Format::kInt8 ? 4 : 2) * kPanel) + column;
   for (int64_t i = 0; i < k; i++) {
@@ -74,13 +85,11 @@ void read_column(Format format, const char* panel, int64_t column, int64_t k, in
         value = float(int(byte) - 128) * *scales;
         break;
       }
-      case Format::kInt4: {
-        const int32_t head = heads[i / group * kPanel], scale_bits = head & ~255;
-        const uint32_t word = heads[(groups + i / 8) * kPanel];
-        const int step = word >> (8 * (i % 4) + i % 8 / 4 * 4) & 15;
-        float scale;
-        std::memcpy(&scale, &scale_bits, sizeof scale);
-        value = float(step - (head & 255)) * scale;
+      case Format::kInt4:
+      case Format::kInt4Short: {
+        if (i % group == 0) heads.read(panel, groups, i / group, is_short);
+        const auto byte = uint8_t(words[i / 8 * 4 * kPanel + i % 4]);
+        value = float((byte >> i % 8 / 4 * 4 & 15) - heads.zeros[column]) * heads.scales[column];
         break;
       }
       case Format::kFp8: {

@@ -91,7 +91,7 @@ int shoal_linear(int type, int num_threads, const void* weight, const float* bia
       const char* rows = static_cast<const char*>(states);
       const int64_t stride = row_bytes<T>(op.format, k, group);
       std::vector<char> prepared;
-      if (op.format == Format::kInt8 || op.format == Format::kInt4) {
+      if (op.format == Format::kInt8 || is_int4(op.format)) {
         prepared.resize(num_rows * stride);
         for (int64_t i = 0; i < num_rows; i++)
           prepare_row(op.format, static_cast<const T*>(states) + i * k, columns, k, group,

@@ -20,6 +20,11 @@ from shoal.kernels.quantized_weights import QuantizedWeight
 
 FORMATS = ("int8", "int4", "fp8")
 BLOCKS = (11, 2, 40, 7, 63, 1, 33, 20, 5, 18, 50, 9, 27)
+FORMAT_OF = {
+    "int8": PackedFormat.INT8,
+    "int4": PackedFormat.INT4_SHORT,
+    "fp8": PackedFormat.FP8,
+}
 SIZES = [(32, 64), (1, 1), (33, 7), (95, 65), (577, 130), (64, 576)]
 
 
@@ -52,7 +57,7 @@ def test_states_in_8_bits_are_close_to_the_reference(
     weight, bias = SCHEMES[kind](normal(n, k), dtype), normal(n, seed=2, dtype=dtype)
     states = normal(num_rows, k, seed=3, dtype=dtype)
     packed = native.pack_linear(weight, bias)
-    assert packed.format is PackedFormat[kind.upper()]
+    assert packed.format is FORMAT_OF[kind]
     out = native.linear(states, packed)
     expected = linear(states.float(), weight, bias)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5 * k**0.5)
@@ -80,9 +85,19 @@ def test_int4_groups_of_any_size(
     weight = quantize_int4(normal(40, 300), dtype, group_size)
     states = normal(5, 300, seed=1, dtype=dtype)
     packed = native.pack_linear(weight)
-    assert packed.format is PackedFormat.INT4
+    assert packed.format is PackedFormat.INT4_SHORT
     expected = linear(states.float(), weight, None)
     torch.testing.assert_close(native.linear(states, packed), expected, rtol=1e-5, atol=2e-4)
+    # A scale that takes more than bfloat16 has: every eighth bit more, or the zero point 16.
+    finer = replace(weight, scales=weight.scales.float() * (1 + 2**-10))
+    assert finer.zeros is not None
+    larger = replace(weight, zeros=torch.where(finer.zeros == 7, 16, finer.zeros))
+    for other in (finer, larger):
+        packed = native.pack_linear(other)
+        assert packed.format is PackedFormat.INT4
+        expected = linear(states.float(), other, None)
+        torch.testing.assert_close(native.linear(states, packed), expected, rtol=1e-5, atol=4e-4)
+    expected = linear(states.float(), weight, None)
     off = (expected - exact(states, weight, torch.zeros(40))).norm() / expected.norm()
     assert off < 0.02  # what 8 bits of the states cost
 
@@ -173,7 +188,7 @@ def test_gated(native: NativeLibrary, dtype: torch.dtype, kind: str, inner: int)
     gate, up = (SCHEMES[kind](normal(inner, 48, seed=seed), dtype) for seed in (0, 1))
     states = normal(19, 48, seed=2, dtype=dtype)
     packed = native.pack_gated(gate, up)
-    assert packed.format is PackedFormat[kind.upper()]
+    assert packed.format is FORMAT_OF[kind]
     out = native.linear(states, packed, Epilogue.SILU_MUL, out_features=inner)
     parts = [native.linear(states, native.pack_linear(weight)) for weight in (gate, up)]
     expected = functional.silu(parts[0]) * parts[1]
