@@ -97,6 +97,7 @@ class Service:
         self._num_in_intake = 0
         self._tiers = config.tier_table()
         self._tenants = config.tenant_table()
+        self._highest_weight = max(self._tiers.get(name).weight for name in self._tiers.names)
         self._estimate = DrainEstimate()  # the one that the last refusal came from
         self._num_refused_since = 0
         self._loop: DispatchLoop | None = None
@@ -217,6 +218,7 @@ class Service:
             "num_waiting": status.num_waiting,
             "num_queued": status.num_queued,
             "num_live": status.num_live,
+            "queue": status.drain.at_the_door(self._highest_weight),
             "num_preemptions": status.num_preemptions,
             **msgspec.to_builtins(status.memory),
             **msgspec.to_builtins(status.cache),

@@ -102,6 +102,7 @@ class Heartbeat:
     num_waiting: int = 0
     num_queued: int = 0
     num_live: int = 0
+    queue: Mapping[str, Any] | None = None  # see shoal.client.openai.door.Door
     num_preemptions: int = 0
     pressure: str = "calm"  # of the memory that steps need: calm, high or critical
     token_budget: int = 0  # of a step; lower than configured while memory is short

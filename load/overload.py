@@ -18,6 +18,7 @@ import typer
 
 from shoal.load.live_client import LiveClient, LiveRecord, LiveRequest, poisson
 from shoal.load.live_server import MODEL, live_server, wait_idle
+from shoal.load.process_cpu import cpu_between, cpu_seconds
 from shoal.load.report import markdown_table
 from shoal.load.scheduler_cost import cpu_name
 
@@ -30,6 +31,9 @@ def main(
     factor: Annotated[float, typer.Option(help="Times what it can do.")] = 10.0,
     seconds: Annotated[float, typer.Option(help="Of each of the two loads.")] = 30.0,
     patience_s: Annotated[float, typer.Option(help="The longest wait of a refused client.")] = 60.0,
+    tail_s: Annotated[
+        float, typer.Option(help="How long retries may go on after the load.")
+    ] = 60.0,
     num_prompt: int = 100,
     num_outputs: int = 32,
     policy: str = "fcfs",
@@ -49,15 +53,20 @@ def main(
             client = LiveClient(open_port, MODEL)
             asyncio.run(client.run_closed(lambda: make(draw, 0.0), CONCURRENCY, 5.0))  # warm up
             wait_idle(open_port)
+            cpu = [cpu_seconds()]
             full = asyncio.run(
                 client.run_closed(lambda: make(draw, 0.0), CONCURRENCY + QUEUE // 2, seconds)
             )
+            cpu.append(cpu_seconds())
             wait_idle(open_port)
             rate = tokens_in(full, seconds / 4, seconds) / (0.75 * seconds) / num_outputs
             if not rate:
                 sys.exit("error: the server gave no token in that time; take more --seconds.")
             requests = poisson("overload", factor * rate, seconds, make)
-            over = asyncio.run(client.run(requests, patience_s, seconds + patience_s))
+            cpu.append(cpu_seconds())
+            over = asyncio.run(client.run(requests, patience_s, seconds + tail_s))
+            cpu.append(cpu_seconds())
+            spent_s = client.now
     except RuntimeError as error:
         sys.exit(f"error: {error}")
     rows = [
@@ -67,6 +76,7 @@ def main(
         *_refusal_rows(over),
     ]
     lines = markdown_table(("measure", "value"), rows)
+    lines += ["", *_cpu_table(cpu, (seconds, spent_s))]
     print("\n".join(lines))
     if report is not None:
         _write(report, lines, policy, seconds, patience_s, num_prompt, num_outputs)
@@ -123,6 +133,16 @@ def _refusal_rows(over: Sequence[LiveRecord]) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _cpu_table(cpu: Sequence[dict[str, float]], seconds: tuple[float, float]) -> list[str]:
+    """Cores that each process had. ``cpu``: before and after each load."""
+    loads = [cpu_between(*cpu[:2]), cpu_between(*cpu[2:])]
+    rows = [
+        (name, *(f"{load.get(name, 0.0) / s:.2f}" for load, s in zip(loads, seconds, strict=True)))
+        for name in loads[1]
+    ]
+    return markdown_table(("cores of", "at saturation", "in overload and after"), rows)
 
 
 def _accepted_at(record: LiveRecord) -> float:

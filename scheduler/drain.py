@@ -83,6 +83,23 @@ class DrainEstimate:
         """When the ``num_ahead``-th place from now comes free."""
         return refusals.retry_ms(self.interval_s * num_ahead)
 
+    def at_the_door(self, highest_weight: float) -> dict[str, float | bool]:
+        """What lets somebody farther out refuse what would find no place, whoever sends it.
+
+        ``places``: requests that the queue takes at once; ``interval_ms``: until the next comes
+        free; ``promised_ms``: until the last place comes free that somebody refused was promised.
+        ``is_closed``: a new sequence would have to wait, and nothing makes way for any, not even of
+        the tier with the ``highest_weight``.
+        """
+        makes_way = self.policy in ("wfq", "vtc") or self.lowest_weight < highest_weight
+        return {
+            "is_closed": self.is_saturated and not makes_way and not self.is_draining,
+            "places": 0 if self.is_full else self.max_queued_requests - self.num_queued,
+            "max_queued_requests": self.max_queued_requests,
+            "interval_ms": round(1000 * self.interval_s, 3),
+            "promised_ms": round(1000 * self.interval_s * self.num_refused, 3),
+        }
+
     def check(
         self,
         tenant: str,

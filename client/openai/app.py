@@ -28,11 +28,12 @@ from shoal.client.openai.answers import (
     named_for_caller,
 )
 from shoal.client.openai.api_keys import KeyFile
+from shoal.client.openai.door import Door
 from shoal.client.openai.embeddings import CALLERS_NAMES as EMBEDDINGS_NAMES
 from shoal.client.openai.embeddings import EmbeddingsBody, EmbeddingsWire
 from shoal.client.openai.generation import Generation, GenerationRequest, Task
 from shoal.client.openai.json_body import ClientGoneError, read_json
-from shoal.client.openai.middleware import RequestMiddleware, RequestTracker
+from shoal.client.openai.middleware import DoorMiddleware, RequestMiddleware, RequestTracker
 from shoal.client.openai.openapi import describe
 from shoal.client.openai.prompts import Prompt, read_messages, read_prompts
 from shoal.client.openai.request_models import (
@@ -159,11 +160,19 @@ class Shim:
         for model in self.served.models:
             beat = model.monitor.last
             details = {} if beat is None else dataclasses.asdict(beat)
-            models[model.id] = details | {"state": model.state, "ready": model.is_ready}
+            models[model.id] = details | {
+                "state": model.state,
+                "ready": model.is_ready,
+                "refused_at_door": model.door.num_refused,
+            }
         return JSONResponse({"draining": self.tracker.draining, "models": models})
 
     async def version(self) -> Response:
         return JSONResponse({"version": package_version()})
+
+    def doors(self) -> list[Door]:
+        """Of all models that are listed."""
+        return [model.door for model in self.served.models if model.listed]
 
     async def read_json(self, request: Request) -> Any:
         limits = self.settings
@@ -191,8 +200,10 @@ class Shim:
         names: Mapping[str, str] = CALLERS_NAMES,
     ) -> Response:
         """The answer to a checked request. ``names``: see GenerationResponse. Raises ShoalError."""
+        model = await self._accepting_model(task.model_id)
+        model.door.enter()
         generation = GenerationRequest(
-            await self._accepting_model(task.model_id),
+            model,
             task.prompts,
             task.sampling,
             task.stream,
@@ -244,6 +255,7 @@ def create_app(settings: ShimSettings | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, answer_http_exception)
     app.add_exception_handler(ClientGoneError, answer_nobody)
     # The one added last is asked first.
+    app.add_middleware(DoorMiddleware, doors=shim.doors)
     app.add_middleware(AccessMiddleware, access=shim.access)
     app.add_middleware(RequestMiddleware, tracker=shim.tracker)
     if shim.settings.cors_origins:

@@ -1,20 +1,27 @@
-"""ASGI middleware: request ids, drain, the count of open requests, one log line a request."""
+"""ASGI middleware: request ids, drain, the count of open requests, one log line a request; and the
+doors of the models."""
 
 import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.client import errors
 from shoal.client.openai.answers import error_response, internal_error
+from shoal.client.openai.door import Door
 
 logger = logging.getLogger("shoal.openai.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEALTH_PREFIX = "/health/"
+# Of these every request becomes work for a model.
+GENERATION_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"}
+)
 
 
 class RequestTracker:
@@ -76,6 +83,22 @@ class RequestMiddleware:
                 status or 499,  # 499: the client left before the first byte
                 (time.monotonic() - started) * 1000,
             )
+
+
+class DoorMiddleware:
+    """Refuses before the body is read, when no model takes anything: its name is in the body."""
+
+    def __init__(self, app: ASGIApp, doors: Callable[[], list[Door]]) -> None:
+        self._app = app
+        self._doors = doors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in GENERATION_PATHS:
+            doors = self._doors() if scope["method"] == "POST" else []
+            if doors and all(door.is_shut for door in doors):
+                await error_response(doors[0].refusal())(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def key_name(scope: Scope) -> str:

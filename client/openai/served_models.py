@@ -11,6 +11,7 @@ from shoal.client import errors
 from shoal.client.channel import ChannelStream, ModelChannel
 from shoal.client.errors import ShoalError
 from shoal.client.heartbeat_monitor import HeartbeatMonitor
+from shoal.client.openai.door import Door
 from shoal.client.openai.settings import ShimSettings
 from shoal.client.triton_stream import TritonStream
 
@@ -29,6 +30,7 @@ class ServedModel:
     version: str  # empty: the server's choice
     monitor: HeartbeatMonitor
     channel: ModelChannel
+    door: Door = field(default_factory=Door)
     created: int = field(default_factory=lambda: int(time.time()))
     listed: bool = True  # the server's index says it is loaded
     last_listed: float = field(default_factory=time.monotonic)
@@ -62,6 +64,9 @@ class ServedModel:
             yield
         finally:
             self.streams.discard(stream)
+
+    def take_beat(self, monitor: HeartbeatMonitor) -> None:
+        self.door.take(monitor.last.queue if monitor.last is not None else None)
 
     def lose_streams(self, _: HeartbeatMonitor) -> None:
         self.channel.reset(errors.unavailable(f"The model {self.id!r} stopped answering."))
@@ -191,6 +196,7 @@ class ServedModels:
         channel = self._triton.channel(name, version)
         model = ServedModel(model_id, name, version, monitor, channel)
         monitor.on_lost.append(model.lose_streams)
+        monitor.on_beat.append(model.take_beat)
         self._models[model_id] = model
         monitor.start()
 
