@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shoal.backend.images import DecodedImage, ImageDecoder
 from shoal.backend.messages import ImageForm
-from shoal.backend.text.chat_template import ImagePart
+from shoal.backend.text.chat_messages import ImagePart
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.images import ImageSpan, PromptImage

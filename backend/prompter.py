@@ -13,7 +13,8 @@ from shoal.backend.raw_request import (
     decode_text,
     prompt_source,
 )
-from shoal.backend.text.chat_template import ChatTemplate, ImagePart, parse_messages
+from shoal.backend.text.chat_messages import ImagePart, parse_messages
+from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.template_options import TemplateOptions, take_template_options
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.text.tools import ToolUse, take_tools

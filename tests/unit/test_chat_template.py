@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from text_builders import BOS, TURN_END, make_tokenizer
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.text.chat_template import MAX_MESSAGES, ChatTemplate, parse_messages
+from shoal.backend.text.chat_messages import MAX_MESSAGES, parse_messages
+from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.template_options import TemplateOptions
 from shoal.scheduler.errors import RequestError
 

@@ -10,7 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from shoal.backend.text.chat_template import ChatTemplate, parse_messages
+from shoal.backend.text.chat_messages import parse_messages
+from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.template_options import TemplateOptions
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.text.tools import take_tools

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from shoal.backend.intake import Intake
 from shoal.backend.raw_request import RawRequest
-from shoal.backend.text.chat_template import ChatTemplate, parse_messages
+from shoal.backend.text.chat_messages import parse_messages
+from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.output_processor import OutputProcessor
 from shoal.backend.text.reasoning import ReasoningParser
 from shoal.backend.text.template_options import TemplateOptions, take_template_options

@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from shoal.backend.text.chat_template import ChatTemplate, parse_messages
+from shoal.backend.text.chat_messages import parse_messages
+from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.tokenizer import Tokenizer
 
 TEXTS = [

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from text_builders import CHAT_TEMPLATE, make_tokenizer
 
 from shoal.backend.structured_output import json_grammar
-from shoal.backend.text.chat_template import ChatTemplate, parse_messages
+from shoal.backend.text.chat_messages import parse_messages
+from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.output_processor import OutputProcessor
 from shoal.backend.text.tool_calls import CallArguments, CallStart, Content, Event
 from shoal.backend.text.tool_parser import (
