@@ -99,7 +99,7 @@ def serve(
         typer.Option(help="Address of Triton's ports. [--host; with keys 127.0.0.1]"),
     ] = None,
     shim_workers: Annotated[
-        int | None, typer.Option(help="Shim processes; only 1 yet. [1]")
+        int | None, typer.Option(help="Processes that serve the OpenAI API. [1]")
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show each setting and its origin, and end.")

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -45,6 +46,13 @@ class RunDir:
             raise ConfigError(
                 f"The run folder {self.path} cannot be used ({error.strerror}). Set --run-dir."
             ) from error
+
+    def fresh_shared(self) -> Path:
+        """An empty folder for what several processes of this server share."""
+        folder = self.path / "shared"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        return folder
 
     def release(self) -> None:
         """Let another supervisor have it. What is in it stays, for reading the logs."""

@@ -141,12 +141,12 @@ async def _supervise(settings: ServeSettings, runtime: TritonRuntime, run_dir: R
     logging.getLogger("shoal").addHandler(ConsoleHandler(console))
     plan = ServePlan(
         server=_server_spec(settings, runtime, run_dir, shm_prefix, control_key),
-        shim=_shim_spec(settings, run_dir, control_key),
+        shims=_shim_specs(settings, run_dir, control_key),
         models=settings.model,
         drain_timeout_s=settings.drain_timeout_s,
         control=lambda: TritonControl(settings.grpc_url, control_key),
         monitor=lambda name: HeartbeatMonitor(settings.grpc_url, name),
-        shim_is_ready=lambda: http_ok(f"{settings.openai_url}/health/ready", settings.tls_cert),
+        shim_is_ready=lambda: shims_ready(settings),
         on_ready=lambda: print(ready_text(settings, run_dir.logs), flush=True),
         after_server=lambda: remove_shared_memory(shm_prefix),
         kill_stub=lambda pid, name: kill_stubs(pid, model_repository(settings) / name),
@@ -193,7 +193,9 @@ def _server_spec(
     return ProcessSpec("tritonserver", command, environment, log, folder=run_dir.empty)
 
 
-def _shim_spec(settings: ServeSettings, run_dir: RunDir, control_key: str) -> ProcessSpec:
+def _shim_specs(settings: ServeSettings, run_dir: RunDir, control_key: str) -> list[ProcessSpec]:
+    """One for each process; they differ in name only."""
+    num_workers = settings.shim_workers
     command = [
         *(sys.executable, "-m", "shoal.client.openai"),
         *("--host", settings.host, "--port", str(settings.openai_port)),
@@ -206,6 +208,8 @@ def _shim_spec(settings: ServeSettings, run_dir: RunDir, control_key: str) -> Pr
         command += ["--keys-file", str(settings.keys_file)]
     if settings.tls_cert is not None:
         command += ["--tls-cert", str(settings.tls_cert), "--tls-key", str(settings.tls_key)]
+    if num_workers > 1:
+        command += ["--workers", str(num_workers), "--shared-dir", str(run_dir.fresh_shared())]
     # The folder `shoal serve` is started in must not shadow modules of ours.
     environment = {
         **os.environ,
@@ -213,7 +217,21 @@ def _shim_spec(settings: ServeSettings, run_dir: RunDir, control_key: str) -> Pr
         "PYTHONSAFEPATH": "1",
         "SHOAL_CONTROL_KEY": control_key,
     }
-    return ProcessSpec("openai-api", command, environment, run_dir.logs / "openai-api.log")
+    names = [f"openai-api-{number}" for number in range(1, num_workers + 1)]
+    return [
+        ProcessSpec(name, command, environment, run_dir.logs / f"{name}.log")
+        for name in (names if num_workers > 1 else ["openai-api"])
+    ]
+
+
+async def shims_ready(settings: ServeSettings) -> bool:
+    """Whether those that listen are ready: each new connection goes to one of them by chance."""
+    url = f"{settings.openai_url}/health/ready"
+    tries = 1 if settings.shim_workers == 1 else 4 * settings.shim_workers
+    for _ in range(tries):
+        if not await http_ok(url, settings.tls_cert):
+            return False
+    return True
 
 
 async def http_ok(url: str, tls_cert: Path | None = None) -> bool:

@@ -50,7 +50,7 @@ class ServeSettings(BaseModel):
     tls_key: Path | None = None
     cors_origin: list[str] = Field([], max_length=64)
     triton_host: str | None = None  # None: see ``resolved_triton_host``
-    shim_workers: int = Field(1, ge=1, le=1)
+    shim_workers: int = Field(1, ge=1, le=32)
 
     @field_validator("model", "cors_origin", mode="before")
     @classmethod

@@ -69,7 +69,7 @@ class ServePlan:
     """What to run, as a whole."""
 
     server: ProcessSpec
-    shim: ProcessSpec
+    shims: Sequence[ProcessSpec]
     models: Sequence[str]
     drain_timeout_s: float
     control: Callable[[], Control]  # called inside the event loop
@@ -93,7 +93,7 @@ class Supervisor:
         self.plan = plan
         self.console = console
         self.server: ManagedProcess | None = None
-        self.shim: ManagedProcess | None = None
+        self.shims: dict[str, ManagedProcess] = {}  # the latest of each, by name
         self._backoff = backoff
         self._revive_after_s = revive_after_s
         self._stop_requested = asyncio.Event()
@@ -155,7 +155,10 @@ class Supervisor:
         """Never returns; raises StartError if the first start fails."""
         async with _fail_together() as tasks:
             tasks.append(asyncio.create_task(self._keep_server(), name="keep tritonserver"))
-            tasks.append(asyncio.create_task(self._keep_shim(), name="keep shim"))
+            tasks += [
+                asyncio.create_task(self._keep_shim(spec), name=f"keep {spec.name}")
+                for spec in self.plan.shims
+            ]
             tasks.append(asyncio.create_task(self._announce(), name="announce"))
             tasks += [
                 asyncio.create_task(self._watch(monitor), name=f"watch {monitor.model}")
@@ -223,16 +226,16 @@ class Supervisor:
             raise ModelLoadError(f"Model {name} cannot be loaded: {error}") from error
         self._loaded_at[name] = self._now()
 
-    async def _keep_shim(self) -> None:
+    async def _keep_shim(self, spec: ProcessSpec) -> None:
         backoff = self._backoff()
         while True:
-            self.shim = ManagedProcess(self.plan.shim, self.console.child_line)
-            await self.shim.start()
-            code = await self.shim.wait()
+            shim = self.shims[spec.name] = ManagedProcess(spec, self.console.child_line)
+            await shim.start()
+            code = await shim.wait()
             # One that gave up on its own would do so again; one that was killed may start well.
             if not self._shim_was_ready and killed_by(code) is None:
-                raise StartError(self._ended_early(self.shim, code))
-            await self._pause(self.shim, code, backoff)
+                raise StartError(self._ended_early(shim, code))
+            await self._pause(shim, code, backoff)
 
     async def _pause(self, process: ManagedProcess, code: int, backoff: Backoff) -> None:
         wait_s = backoff.after_run_of(process.uptime_s)
@@ -257,7 +260,7 @@ class Supervisor:
         except TimeoutError:
             raise StartError(
                 f"The OpenAI API did not become ready in {SHIM_READY_TIMEOUT_S:g} s.\n"
-                + self._tail(self.shim)
+                + "\n".join(self._tail(shim) for shim in self.shims.values())
             ) from None
         self._shim_was_ready = True
         self.plan.on_ready()
@@ -310,8 +313,7 @@ class Supervisor:
     async def _shut_down(self) -> None:
         """The shim first, so that open requests end while the engine still runs."""
         patience_s = self.plan.drain_timeout_s + STOP_SLACK_S
-        if self.shim is not None:
-            await self._stop(self.shim, patience_s)
+        await asyncio.gather(*(self._stop(shim, patience_s) for shim in self.shims.values()))
         # tritonserver can wait in vain for requests that it lost count of (a stub's that died, a
         # stream's that was cancelled just as it ended) and for idle connections.
         is_idle = not any(monitor.num_live for monitor in self.monitors)

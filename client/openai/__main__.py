@@ -22,6 +22,8 @@ def main() -> int:
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM chain; needs --tls-key")
     parser.add_argument("--tls-key", type=Path, metavar="FILE")
     parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the port")
+    parser.add_argument("--shared-dir", type=Path, metavar="DIR", help="what they share")
     parser.add_argument("--log-level", default=defaults.log_level)
     flags = parser.parse_args()
     logging.basicConfig(
@@ -39,6 +41,8 @@ def main() -> int:
         tls_key=flags.tls_key,
         cors_origins=tuple(flags.cors_origin),
         log_level=flags.log_level,
+        num_workers=flags.workers,
+        shared_dir=flags.shared_dir,
     )
     try:
         run(settings)

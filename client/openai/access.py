@@ -28,7 +28,9 @@ HOW_TO = (
 class Access:
     """Which keys are valid, and what each has used."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 1.0) -> None:
+        """``share``: how much of each key's limits this process may give out."""
+        self._share = share
         self._ring: KeyRing | None = None  # None: nobody needs a key
         self._accounts: dict[str, KeyAccount] = {}  # by the key's hash
 
@@ -40,7 +42,7 @@ class Access:
         """From now on these keys are valid. Running requests go on."""
         accounts = {}
         for key in ring.keys:
-            account = self._accounts.get(key.sha256) or KeyAccount(key)
+            account = self._accounts.get(key.sha256) or KeyAccount(key, self._share)
             account.configure(key)
             accounts[key.sha256] = account
         self._ring, self._accounts = ring, accounts

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -64,7 +65,7 @@ class Shim:
     def __init__(self, settings: ShimSettings) -> None:
         self.settings = settings
         self.tracker = RequestTracker()
-        self.access = Access()
+        self.access = Access(1 / settings.num_workers)
         keys_file = settings.keys_file
         self._keys = None if keys_file is None else KeyFile(keys_file, self.access.replace)
         self.responses = Responses(settings, self.read_json, self.generate)
@@ -165,7 +166,9 @@ class Shim:
                 "ready": model.is_ready,
                 "refused_at_door": model.door.num_refused,
             }
-        return JSONResponse({"draining": self.tracker.draining, "models": models})
+        return JSONResponse(
+            {"draining": self.tracker.draining, "process": os.getpid(), "models": models}
+        )
 
     async def version(self) -> Response:
         return JSONResponse({"version": package_version()})

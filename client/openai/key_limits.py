@@ -1,5 +1,6 @@
 """What one API key may use: requests and tokens a minute, and requests at once."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -48,7 +49,11 @@ class Bucket:
 class KeyAccount:
     """One key's use so far. Outlives changes of the key file."""
 
-    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, key: ApiKey, share: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``share``: of the key's limits; at least one request at once, and one a minute."""
+        self._share = share
         self._clock = clock
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
@@ -66,7 +71,8 @@ class KeyAccount:
     def enter(self) -> float:
         """Count a request; returns its start, for ``leave``. Raises ShoalError (429)."""
         now, key = self._clock(), self.key
-        if key.max_concurrent is not None and self.num_open >= key.max_concurrent:
+        most = key.max_concurrent
+        if most is not None and self.num_open >= math.ceil(most * self._share):
             wait_s = self._mean_duration_s / key.max_concurrent
             raise _too_much(f"{key.max_concurrent} requests at once", wait_s)
         if self._requests is not None:
@@ -99,6 +105,7 @@ class KeyAccount:
     def _resized(self, bucket: Bucket | None, per_minute: int | None) -> Bucket | None:
         if per_minute is None:
             return None
+        per_minute = math.ceil(per_minute * self._share)
         if bucket is None:
             return Bucket(per_minute, self._clock())
         if bucket.per_minute != per_minute:

@@ -22,6 +22,16 @@ class StoredResponse:
     stored_at: float  # monotonic
 
 
+def response_not_found(response_id: str, max_age_s: float, param: str | None) -> ShoalError:
+    return ShoalError(
+        f"There is no response {response_id[:64]!r}. Responses are kept for "
+        f"{max_age_s:g} s at most, and only with store set to true.",
+        404,
+        "response_not_found",
+        param,
+    )
+
+
 class ResponseStore:
     """Belongs to one process and its event loop. The oldest go first when there are too many."""
 
@@ -61,13 +71,7 @@ class ResponseStore:
         self._expire()
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
-            raise ShoalError(
-                f"There is no response {response_id[:64]!r}. Responses are kept for "
-                f"{self._max_age_s:g} s at most, and only with store set to true.",
-                404,
-                "response_not_found",
-                param,
-            )
+            raise response_not_found(response_id, self._max_age_s, param)
         return found
 
     def delete(self, response_id: str, owner: str) -> None:

@@ -14,6 +14,9 @@ from shoal.client.openai.response_store import ResponseStore
 from shoal.client.openai.responses_input import CALLERS_NAMES, ResponsesBody
 from shoal.client.openai.responses_wire import ResponsesWire
 from shoal.client.openai.settings import ShimSettings
+from shoal.client.openai.shared_responses import SharedResponseStore
+
+RESPONSES_FILE = "responses.sqlite"
 
 
 class Responses:
@@ -25,9 +28,7 @@ class Responses:
         read_json: Callable[[Request], Awaitable[Any]],
         generate: Callable[..., Awaitable[Response]],
     ) -> None:
-        self.store = ResponseStore(
-            settings.max_stored_responses, settings.max_stored_bytes, settings.stored_for_s
-        )
+        self.store = make_store(settings)
         self._read_json = read_json
         self._generate = generate
 
@@ -56,6 +57,14 @@ class Responses:
     async def delete(self, request: Request, response_id: str) -> Response:
         self.store.delete(response_id, _owner(request))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def make_store(settings: ShimSettings) -> ResponseStore | SharedResponseStore:
+    """In memory, or in a file where other processes look too."""
+    limits = (settings.max_stored_responses, settings.max_stored_bytes, settings.stored_for_s)
+    if settings.shared_dir is None:
+        return ResponseStore(*limits)
+    return SharedResponseStore(settings.shared_dir / RESPONSES_FILE, *limits)
 
 
 def _owner(request: Request) -> str:

@@ -107,7 +107,13 @@ def listen(settings: ShimSettings) -> socket.socket:
     """Bind the listening socket. Raises PortTakenError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        return socket.create_server(
+            (settings.host, settings.port),
+            family=family,
+            backlog=2048,
+            # The kernel then gives each connection to one of the processes, by its address.
+            reuse_port=settings.num_workers > 1,
+        )
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
         raise PortTakenError(

@@ -38,6 +38,8 @@ class ShimSettings:
     tls_key: Path | None = None
     cors_origins: tuple[str, ...] = ()  # whose pages browsers let call; none: only our own
     log_level: str = "info"
+    num_workers: int = 1  # processes like this one that share the port, and the keys' limits
+    shared_dir: Path | None = None  # where they keep what all must find; None: in memory
     # What opens Triton's repository calls, where `shoal serve` has closed them.
     control_key: str | None = field(
         default_factory=lambda: os.environ.get("SHOAL_CONTROL_KEY"), repr=False

@@ -282,7 +282,7 @@ class Clock:
 
 def account(**limits: Any) -> tuple[KeyAccount, Clock]:
     clock = Clock()
-    return KeyAccount(ApiKey(name="a", sha256="0" * 64, **limits), clock), clock
+    return KeyAccount(ApiKey(name="a", sha256="0" * 64, **limits), clock=clock), clock
 
 
 def refused(work: Callable[[], Any]) -> float:

@@ -42,7 +42,7 @@ def test_rows_show_every_setting() -> None:
         ({"SHOAL_LOG_LEVEL": "loud"}, "log_level must be 'debug', 'info', 'warning' or 'error'"),
         ({"SHOAL_MODEL": "a,a"}, "model names a model twice"),
         ({"SHOAL_MODEL": "../x"}, "model must name folders of the model repository"),
-        ({"SHOAL_SHIM_WORKERS": "2"}, "shim_workers must be a whole number in [1, 1]"),
+        ({"SHOAL_SHIM_WORKERS": "33"}, "shim_workers must be a whole number in [1, 32]"),
     ],
 )
 def test_bad_value_names_setting_range_and_origin(environ: dict[str, str], message: str) -> None:

@@ -83,7 +83,9 @@ class FakeMonitor:
 class Stage:
     """A supervisor with fakes around it, and what happened."""
 
-    def __init__(self, folder: Path, server: str = OBEDIENT, shim: str = OBEDIENT) -> None:
+    def __init__(
+        self, folder: Path, server: str = OBEDIENT, shim: str = OBEDIENT, num_more_shims: int = 0
+    ) -> None:
         self.folder = folder
         self.control = FakeControl()
         self.monitor = FakeMonitor("m")
@@ -94,7 +96,10 @@ class Stage:
         self.supervisor = Supervisor(
             ServePlan(
                 server=self.spec("server", server),
-                shim=self.spec("shim", shim),
+                shims=[
+                    self.spec("shim", shim),
+                    *(self.spec(f"shim-{i}", shim) for i in range(num_more_shims)),
+                ],
                 models=["m"],
                 drain_timeout_s=PATIENCE_S,
                 control=lambda: self.control,
@@ -214,6 +219,18 @@ async def test_dead_shim_is_started_again_alone(tmp_path: Path) -> None:
         await stage.until(lambda: len(stage.pids("shim")) == 2)
         assert len(stage.pids("server")) == 1
         assert stage.control.calls.count("load m") == 1
+
+
+async def test_one_dead_shim_of_several_is_started_again_alone(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, num_more_shims=2)
+    async with stage.running():
+        names = ["shim", "shim-0", "shim-1"]
+        await stage.until(lambda: all(stage.pids(name) for name in names))
+        os.kill(stage.pids("shim-0")[0], signal.SIGKILL)
+        await stage.until(lambda: len(stage.pids("shim-0")) == 2)
+        assert [len(stage.pids(name)) for name in names] == [1, 2, 1]
+        assert len(stage.pids("server")) == 1
+    await gone(*(pid for name in names for pid in stage.pids(name)))
 
 
 async def test_lost_heartbeat_kills_the_stub_and_loads_the_model_again(tmp_path: Path) -> None:
