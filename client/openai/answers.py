@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,46 @@ def error_response(error: ShoalError) -> Response:
     )
 
 
+class SendWatch:
+    """Notices a client that does not read for too long, by one timer a stream: a timeout around
+    each piece would cost more than the piece."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._since: float | None = None  # the sending that is going on has begun
+        self._has_expired = False
+        self._timer = self._loop.call_later(timeout_s, self._check)
+
+    def __enter__(self) -> "SendWatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    async def of(self, sending: Awaitable[None]) -> None:
+        """Wait for it. Raises ClientGoneError when it takes too long."""
+        self._since = self._loop.time()
+        try:
+            await sending
+        except asyncio.CancelledError:
+            if not self._has_expired or self._task is None or self._task.uncancel() > 0:
+                raise
+            raise ClientGoneError from None
+        finally:
+            self._since = None
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        begun = now if self._since is None else self._since
+        if now - begun < self._timeout_s:
+            self._timer = self._loop.call_at(begun + self._timeout_s, self._check)
+        elif self._task is not None:
+            self._has_expired = True
+            self._task.cancel()
+
+
 class GenerationResponse(Response):
     """Answers with a generation, whole or as server-sent events.
 
@@ -64,6 +104,7 @@ class GenerationResponse(Response):
         self._stream = stream
         self._send_timeout_s = send_timeout_s
         self._names = names
+        self._watch: SendWatch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._answer(scope, receive, send))
@@ -120,6 +161,10 @@ class GenerationResponse(Response):
         return Response(body, media_type="application/json")
 
     async def _send_events(self, generation: Generation, send: Send) -> None:
+        with SendWatch(self._send_timeout_s) as self._watch:
+            await self._send_all_events(generation, send)
+
+    async def _send_all_events(self, generation: Generation, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             starts = [self._wire.start_events(i) for i in range(generation.num_choices)]
@@ -143,11 +188,7 @@ class GenerationResponse(Response):
         if not body:
             return
         message: Message = {"type": "http.response.body", "body": body, "more_body": True}
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-        except TimeoutError:
-            raise ClientGoneError from None
+        await self._watch.of(send(message))
 
 
 def named_for_caller(error: ShoalError, names: Mapping[str, str] = CALLERS_NAMES) -> ShoalError:

@@ -50,6 +50,19 @@ def error_headers(error: ShoalError) -> dict[str, str]:
 class AnswerWire(Protocol):
     """Formats the answer to one request: whole, or its events in order."""
 
+    def text_event(self, index: int, text: str) -> bytes:
+        """The event of new text and nothing else: all but the text is encoded once a choice."""
+        around = self._around_text.get(index)
+        if around is None:
+            mark = f"text of {self.id}"
+            before, after = self.event(self.text_choice(index, mark)).split(orjson.dumps(mark))
+            around = self._around_text[index] = (before, after)
+        return around[0] + orjson.dumps(text) + around[1]
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """What an event says of a choice that gained text and nothing else."""
+        raise NotImplementedError
+
     def body(self, choices: list[ChoiceDelta], usage: Usage) -> bytes: ...
 
     def start_events(self, index: int) -> bytes: ...
@@ -69,6 +82,7 @@ class Wire:
     include_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
+    _around_text: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
 
     chunk_object = ""
     body_object = ""
@@ -94,6 +108,19 @@ class Wire:
         if self.include_usage:
             body["usage"] = None
         return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """The event of new text and nothing else: all but the text is encoded once a choice."""
+        around = self._around_text.get(index)
+        if around is None:
+            mark = f"text of {self.id}"
+            before, after = self.event(self.text_choice(index, mark)).split(orjson.dumps(mark))
+            around = self._around_text[index] = (before, after)
+        return around[0] + orjson.dumps(text) + around[1]
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """What an event says of a choice that gained text and nothing else."""
+        raise NotImplementedError
 
     def body(self, choices: list[ChoiceDelta], usage: Usage) -> bytes:
         body = {
@@ -140,17 +167,21 @@ class ChatWire(Wire):
 
     def delta_events(self, delta: ChoiceDelta) -> bytes:
         index, entries = delta.index, delta.logprobs
-        has_content = delta.text or entries
         events = b""
         if delta.reasoning:
             events += self._delta(index, {"reasoning_content": delta.reasoning})
-        if has_content:
+        if entries:
             events += self._delta(index, {"content": delta.text}, None, entries)
+        elif delta.text:
+            events += self.text_event(index, delta.text)
         if delta.tool_calls:
             events += self._delta(index, {"tool_calls": delta.tool_calls})
         if delta.finish_reason is not None:
             events += self._delta(index, {}, delta.finish_reason)
         return events
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return self._delta_choice(index, {"content": text})
 
     def _delta(
         self,
@@ -159,14 +190,21 @@ class ChatWire(Wire):
         finish_reason: str | None = None,
         entries: list[TokenLogprob] | None = None,
     ) -> bytes:
-        return self.event(
-            {
-                "index": index,
-                "delta": delta,
-                "logprobs": chat_logprobs(entries) if entries else None,
-                "finish_reason": finish_reason,
-            }
-        )
+        return self.event(self._delta_choice(index, delta, finish_reason, entries))
+
+    def _delta_choice(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        entries: list[TokenLogprob] | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": chat_logprobs(entries) if entries else None,
+            "finish_reason": finish_reason,
+        }
 
 
 class CompletionWire(Wire):
@@ -187,7 +225,12 @@ class CompletionWire(Wire):
     def delta_events(self, delta: ChoiceDelta) -> bytes:
         if not delta.text and not delta.logprobs and delta.finish_reason is None:
             return b""
+        if delta.logprobs is None and delta.finish_reason is None:
+            return self.text_event(delta.index, delta.text)
         return self.event(self.choice(delta))
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return self.choice(ChoiceDelta(index, text, None))
 
 
 def chat_wire(model: str, include_usage: bool) -> Wire:
