@@ -26,7 +26,7 @@ from shoal.backend.messages import (
     WorkerReady,
     WorkerStatus,
 )
-from shoal.backend.orders import Cancelled, Order, Prepared, Rejected, Submitted
+from shoal.backend.orders import Cancelled, Order, Prepared, RefusedElsewhere, Rejected, Submitted
 from shoal.backend.request_class import RequestClass
 from shoal.backend.text.output_processor import OutputProcessor
 from shoal.backend.text.tokenizer import Tokenizer
@@ -207,6 +207,8 @@ class DispatchLoop:
                         order.tier, order.error.code, order.was_full, time.monotonic()
                     )
                 self._fail(order.seq_id, order.error)
+            case RefusedElsewhere(tier=tier, count=count):
+                self._dispatcher.note_full(tier, count)
             case Cancelled():
                 self._cancel(order.seq_id)
             case Prepared():

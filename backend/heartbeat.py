@@ -32,10 +32,14 @@ class ControlReply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """``count`` answers, one each ``interval_ms``, the first at once."""
+    """``count`` answers, one each ``interval_ms``, the first at once.
+
+    ``refused``: requests by tier that whoever asks refused by himself since he asked last.
+    """
 
     interval_ms: int = DEFAULT_INTERVAL_MS
     count: int = 1
+    refused: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> "ControlRequest":
@@ -44,7 +48,7 @@ class ControlRequest:
         op = values.pop("op", None)
         if op not in ("heartbeat", "status"):
             raise RequestError('control.op must be "heartbeat" or "status".', param="control.op")
-        allowed = {"interval_ms", "count"} if op == "heartbeat" else set()
+        allowed = {"interval_ms", "count", "refused"} if op == "heartbeat" else set()
         unknown = sorted(set(values) - allowed)
         if unknown:
             raise RequestError(
@@ -58,7 +62,12 @@ class ControlRequest:
         count = values.get("count", DEFAULT_COUNT)
         _check_int("control.interval_ms", interval_ms, MIN_INTERVAL_MS, MAX_INTERVAL_MS)
         _check_int("control.count", count, 1, MAX_COUNT)
-        return cls(interval_ms, count)
+        refused = values.get("refused", {})
+        if not isinstance(refused, dict):
+            raise RequestError("control.refused must map tiers to counts.", param="control.refused")
+        for num_refused in refused.values():
+            _check_int("control.refused", num_refused, 0, 2**31)
+        return cls(interval_ms, count, refused)
 
 
 @dataclass(order=True, slots=True)

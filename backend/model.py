@@ -112,7 +112,9 @@ class TritonPythonModel:
             self._service.answer_text(text_request, raw, _ControlAnswer(reply))
             return
         if control is not None:
-            self._heartbeat.add(ControlRequest.from_json(control), reply)
+            asked = ControlRequest.from_json(control)
+            self._heartbeat.add(asked, reply)
+            self._service.note_refused(asked.refused)
             return
         raw = codec.read_request(request, returns)
         every_token = returns.token_ids or returns.logprobs

@@ -38,8 +38,16 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedElsewhere:
+    """Requests that never came: the queue had no place for them."""
+
+    tier: Tier
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     seq_id: int
 
 
-Order = Submitted | Prepared | Rejected | Cancelled
+Order = Submitted | Prepared | Rejected | RefusedElsewhere | Cancelled

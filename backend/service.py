@@ -5,7 +5,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from shoal.backend.grammar_compiler import GrammarCompiler
 from shoal.backend.image_prompt import ImagePrompter
 from shoal.backend.intake import Intake, PreparedRequest, RawRequest
 from shoal.backend.metrics import ServiceCounts
-from shoal.backend.orders import Cancelled, Prepared, Rejected, Submitted
+from shoal.backend.orders import Cancelled, Prepared, RefusedElsewhere, Rejected, Submitted
 from shoal.backend.request_class import RequestClass, classify
 from shoal.backend.text.chat_template import ChatTemplate
 from shoal.backend.text.tokenizer import Tokenizer
@@ -201,6 +201,12 @@ class Service:
     def cancel(self, seq_id: int) -> None:
         """End a request in whatever phase; its final chunk says cancelled. Unknown ids pass."""
         self._running_loop().post(Cancelled(seq_id))
+
+    def note_refused(self, by_tier: Mapping[str, int]) -> None:
+        """Count what the shim refused at its door; of a tier that nobody knows as the default's."""
+        for name, count in by_tier.items():
+            known = name if name in self._tiers.names else None
+            self._running_loop().post(RefusedElsewhere(self._tiers.get(known), count))
 
     def status(self) -> dict[str, Any]:
         """The heartbeat's payload."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -48,6 +49,7 @@ class HeartbeatMonitor:
         self.on_lost: list[Callback] = []
         self.on_recovered: list[Callback] = []
         self.on_beat: list[Callback] = []
+        self.refused: Counter[str] = Counter()  # by tier, on this side; told with the next ask
         self._server = server
         self._beat_at: float | None = None
         self._beaten = asyncio.Event()
@@ -120,10 +122,15 @@ class HeartbeatMonitor:
     async def _follow(self, server: TritonStream) -> int:
         """One ask; returns the number of beats. Raises TimeoutError when it falls silent."""
         count = 0
-        beats = server.heartbeats(self.model, self.version, interval_ms=INTERVAL_MS, count=COUNT)
+        refused = Counter(self.refused)
+        beats = server.heartbeats(
+            self.model, self.version, interval_ms=INTERVAL_MS, count=COUNT, refused=refused
+        )
         async with contextlib.aclosing(beats), asyncio.timeout(SILENCE_S) as silence:
             async for beat in beats:
                 self._take(beat)
+                if not count:
+                    self.refused -= refused  # they have arrived
                 count += 1
                 silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
         return count

@@ -223,10 +223,19 @@ class TritonStream:
         return ModelChannel(self._stub.ModelStreamInfer, model, version)
 
     async def heartbeats(
-        self, model: str, version: str = "", *, interval_ms: int = 250, count: int = 20
+        self,
+        model: str,
+        version: str = "",
+        *,
+        interval_ms: int = 250,
+        count: int = 20,
+        refused: Mapping[str, int] | None = None,
     ) -> AsyncGenerator[Heartbeat, None]:
-        """Ask for ``count`` heartbeats, one each ``interval_ms``. Closing the iterator cancels."""
-        control = {"op": "heartbeat", "interval_ms": interval_ms, "count": count}
+        """Ask for ``count`` heartbeats, one each ``interval_ms``. Closing the iterator cancels.
+        ``refused``: requests by tier that were refused on this side, for the backend's counters."""
+        control: dict[str, Any] = {"op": "heartbeat", "interval_ms": interval_ms, "count": count}
+        if refused:
+            control["refused"] = dict(refused)
         async with contextlib.aclosing(self._control(model, version, control)) as beats:
             async for beat in beats:
                 yield beat

@@ -220,6 +220,10 @@ class Dispatcher:
         if was_full:
             self._admission.note_refused(now)
 
+    def note_full(self, tier: Tier, count: int) -> None:
+        """Count requests that somebody farther out refused, who told each when to retry."""
+        self._counts[tier.name].refused["queue_full"] += count
+
     def expire(self, now: float) -> list[Delivery]:
         """End the sequences whose time is over; workers are told with the next poll."""
         deliveries = []

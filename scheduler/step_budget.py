@@ -14,7 +14,8 @@ _BESIDE_URGENT_SHARE = 1 / 16
 # many prompt tokens, or a prompt beside many decodes would never end.
 _LEAST_ROWS = 32
 _LEAST_PREFILL = 16
-_MOST_WAITING = 4.0  # that one decode is weighed against
+_LEAST_ROWS_URGENT = 128
+_MOST_WAITING = 4.0  # that one decode is weighed against; an urgent one weighs as much
 
 
 def share_budget(
@@ -108,15 +109,18 @@ def _most_prefill(members: Many[Sequence], pace: StepPace, decode_stretch: float
 
     A decode with a ``tpot_s`` wants no longer step. To the others prompts may add
     ``decode_stretch - 1`` times what the decodes take alone, and more where more sequences wait for
-    their first token than decode, so that neither side waits much longer than the other. How fast
-    steps are decides only when a token is computed, never what it is.
+    their first token than decode, so that neither side waits much longer than the other; and where
+    one is urgent. How fast steps are decides only when a token is computed, never what it is.
     """
     decodes = [s for s in members if s.num_runnable_tokens == 1]
     if not decodes:
         return sum(s.num_runnable_tokens for s in members)
-    num_waiting = sum(s.num_runnable_tokens > 1 and s.urgency >= 0 for s in members)
-    weight = min(_MOST_WAITING, max(1.0, num_waiting / len(decodes)))
+    least_rows = _LEAST_ROWS
+    waiting = [s for s in members if s.num_runnable_tokens > 1 and s.urgency >= 0]
+    weight = min(_MOST_WAITING, max(1.0, len(waiting) / len(decodes)))
+    if any(s.urgency > 0 for s in waiting):
+        weight, least_rows = _MOST_WAITING, _LEAST_ROWS_URGENT
     usual = pace.seconds(len(decodes)) * (1 + (decode_stretch - 1) * weight)
     seconds = min(usual if s.tpot_s is None else s.tpot_s for s in decodes)
     most = pace.num_prompt_tokens_in(seconds, len(decodes))
-    return max(most, _LEAST_ROWS - len(decodes), _LEAST_PREFILL)
+    return max(most, least_rows - len(decodes), _LEAST_PREFILL)

@@ -18,6 +18,7 @@ from shoal.client.errors import ShoalError, model_not_found
 from shoal.client.openai import wire
 from shoal.client.openai.access import (
     FORWARDED_HEADERS,
+    TIER_HEADER,
     Access,
     AccessMiddleware,
     request_parameters,
@@ -164,7 +165,6 @@ class Shim:
             models[model.id] = details | {
                 "state": model.state,
                 "ready": model.is_ready,
-                "refused_at_door": model.door.num_refused,
             }
         return JSONResponse(
             {"draining": self.tracker.draining, "process": os.getpid(), "models": models}
@@ -204,14 +204,15 @@ class Shim:
     ) -> Response:
         """The answer to a checked request. ``names``: see GenerationResponse. Raises ShoalError."""
         model = await self._accepting_model(task.model_id)
-        model.door.enter()
+        parameters = request_parameters(request)
+        model.door.enter(str(parameters.get(TIER_HEADER, "")))
         generation = GenerationRequest(
             model,
             task.prompts,
             task.sampling,
             task.stream,
             request.state.request_id,
-            request_parameters(request),
+            parameters,
             task.echo,
         )
         account = request.state.account

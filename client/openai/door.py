@@ -8,12 +8,14 @@ door is still the backend's to take or to refuse.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.client.errors import ShoalError
 
 BELIEVED_S = 1.0  # how long a heartbeat says how full the queue is
+MAX_TIERS = 16  # names that clients may send are without number
 MIN_RETRY_MS, MAX_RETRY_MS = 100, 3_600_000
 
 
@@ -22,11 +24,14 @@ class Door:
     that nothing makes way for him; then it lets in as many as there were places, and one more with
     each that comes free since. Times are seconds of one clock.
 
-    Each that is refused is told when the place after those promised before comes free.
+    Each that is refused is told when the place after those promised before comes free, and is
+    counted in ``refused`` by the tier that he asked for.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_refused = 0
+    def __init__(
+        self, refused: Counter[str] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.refused: Counter[str] = Counter() if refused is None else refused
         self._clock = clock
         self._is_closed = False
         self._told_at = -math.inf
@@ -60,16 +65,16 @@ class Door:
         self._counted_at = now
         return self._num_free < 1
 
-    def enter(self) -> None:
+    def enter(self, tier: str = "") -> None:
         """Let one request in. Raises ShoalError (429) when there is no place for it."""
         if self.is_shut:
-            raise self.refusal()
+            raise self.refusal(tier)
         self._num_free -= 1
 
-    def refusal(self) -> ShoalError:
+    def refusal(self, tier: str = "") -> ShoalError:
         """What one that finds no place is told; promises him the next that is not promised."""
         now = self._clock()
-        self.num_refused += 1
+        self.refused[tier if tier in self.refused or len(self.refused) < MAX_TIERS else ""] += 1
         self._promised_until = max(self._promised_until, now) + self._interval_s
         wait_ms = 1000 * (self._promised_until - now)
         return ShoalError(

@@ -8,9 +8,11 @@ import uuid
 from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.client import errors
+from shoal.client.openai.access import TIER_HEADER, request_parameters
 from shoal.client.openai.answers import error_response, internal_error
 from shoal.client.openai.door import Door
 
@@ -96,7 +98,8 @@ class DoorMiddleware:
         if scope["type"] == "http" and scope["path"] in GENERATION_PATHS:
             doors = self._doors() if scope["method"] == "POST" else []
             if doors and all(door.is_shut for door in doors):
-                await error_response(doors[0].refusal())(scope, receive, send)
+                tier = str(request_parameters(Request(scope)).get(TIER_HEADER, ""))
+                await error_response(doors[0].refusal(tier))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

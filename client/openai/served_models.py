@@ -30,11 +30,14 @@ class ServedModel:
     version: str  # empty: the server's choice
     monitor: HeartbeatMonitor
     channel: ModelChannel
-    door: Door = field(default_factory=Door)
     created: int = field(default_factory=lambda: int(time.time()))
     listed: bool = True  # the server's index says it is loaded
     last_listed: float = field(default_factory=time.monotonic)
+    door: Door = field(init=False)
     streams: set[ChannelStream] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.door = Door(self.monitor.refused)
 
     @property
     def is_ready(self) -> bool:

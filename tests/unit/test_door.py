@@ -38,7 +38,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def door(clock: Clock) -> Door:
-    return Door(clock)
+    return Door(clock=clock)
 
 
 def num_let_in(door: Door, num_comers: int) -> int:
@@ -56,7 +56,7 @@ def num_let_in(door: Door, num_comers: int) -> int:
 def test_it_lets_in_as_many_as_there_are_places(door: Door, clock: Clock) -> None:
     door.take(told(replace(FULL, is_full=False, num_queued=13)))
     assert num_let_in(door, 50) == 3
-    assert door.num_refused == 47
+    assert door.refused.total() == 47
     clock.now += 0.25  # two and a half more were handed over to a worker
     assert num_let_in(door, 50) == 2
     clock.now += 0.06
@@ -119,7 +119,13 @@ def ask(doors: list[Door], method: str = "POST", path: str = "/v1/completions") 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    scope = {"type": "http", "method": method, "path": path, "headers": []}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "headers": [(b"x-shoal-slo-class", b"batch")],
+    }
+    scope["state"] = {"account": None}
     asyncio.run(DoorMiddleware(app, lambda: doors)(scope, receive, send))
     return int(statuses[0])
 
@@ -128,6 +134,17 @@ def test_a_request_is_refused_before_its_body_is_read(door: Door) -> None:
     assert ask([door]) == 200
     door.take(told(FULL))
     assert ask([door]) == 429
+    assert door.refused == {"batch": 1}
     assert ask([door], "GET") == ask([door], path="/v1/models") == 200
     assert ask([door, Door()]) == 200  # it may be for the other model
     assert ask([]) == 200
+
+
+def test_what_was_refused_is_counted_by_tier_within_bounds(door: Door) -> None:
+    door.take(told(FULL))
+    for name in ("high", "low", "high", *map(str, range(100))):
+        with pytest.raises(ShoalError):
+            door.enter(name)
+    assert (door.refused["high"], door.refused["low"]) == (2, 1)
+    assert door.refused.total() == 103
+    assert len(door.refused) <= 17

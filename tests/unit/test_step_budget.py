@@ -137,6 +137,15 @@ class TestStretch:
         members = [decode(0), decode(1), prefill(2, 2000)]
         assert sum(share_budget(members, BUDGET, pace).values()) > 400
 
+    def test_an_urgent_one_weighs_as_much_as_it_may(self) -> None:
+        members = [*(decode(i) for i in range(8)), prefill(50, 2000, -1), prefill(60, 2000, 1)]
+        shares = share_budget(members, BUDGET, make_pace(self.BASE, self.RATE, self.DECODE))
+        alone = self.BASE + self.DECODE * 8
+        assert self.seconds(shares, 8) == pytest.approx(5 * alone, rel=0.15)
+        assert shares[60] > 10 * shares[50]
+        shares = share_budget(members, BUDGET, make_pace(0.001, 0.001, 0.0), 1.0)
+        assert sum(shares.values()) == 128
+
     def test_who_yields_does_not_weigh(self) -> None:
         members = [decode(0)] + [prefill(1 + i, 2000, urgency=-1) for i in range(9)]
         pace = make_pace(self.BASE, self.RATE, self.DECODE)
