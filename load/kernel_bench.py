@@ -190,7 +190,7 @@ def timed(run: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, default=num_usable_cpus())
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--report", type=Path, default=Path(__file__).parent / "reports" / "kernels.md"
     )

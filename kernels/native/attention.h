@@ -199,19 +199,26 @@ class AttentionScratch {
 inline void weigh(float* scores, int64_t first, int64_t end, const AttentionShape& shape,
                   const float* key_scales, float& row_max, float* totals, float* sums,
                   int64_t width) {
-  const Vec lowest = splat(-std::numeric_limits<float>::infinity());
-  IntVec lane;
-  for (int i = 0; i < kLanes; i++) lane[i] = i;
-  Vec high = lowest;
-  for (int64_t i = 0; i < kSpan; i += kLanes) {
-    Vec score = load(scores + i) * splat(shape.scale);
-    if (key_scales) score *= load(key_scales + i);
-    if (shape.softcap) score = cap(score, shape.softcap);
-    score = lane < int32_t(end - i) ? score : lowest;
-    if (first > i) score = lane < int32_t(first - i) ? lowest : score;
-    store(scores + i, score);
-    high = maximum(high, score);
+  constexpr int kParts = kSpan / kLanes;
+  Vec parts[kParts];
+  for (int i = 0; i < kParts; i++) {
+    parts[i] = load(scores + i * kLanes) * splat(shape.scale);
+    if (key_scales) parts[i] *= load(key_scales + i * kLanes);
   }
+  if (shape.softcap)
+    for (int i = 0; i < kParts; i++) parts[i] = cap(parts[i], shape.softcap);
+  const Vec lowest = splat(-std::numeric_limits<float>::infinity());
+  if (first > 0 || end < kSpan) {
+    IntVec lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = i;
+    for (int i = 0; i < kParts; i++) {
+      const int32_t before = first - i * kLanes, after = end - i * kLanes;
+      parts[i] = lane < after ? parts[i] : lowest;
+      parts[i] = lane < before ? lowest : parts[i];
+    }
+  }
+  Vec high = lowest;
+  for (int i = 0; i < kParts; i++) high = maximum(high, parts[i]);
   const float new_max = std::max(row_max, max_lanes(high));
   Vec total = load(totals);
   if (new_max != row_max) {
@@ -220,9 +227,9 @@ inline void weigh(float* scores, int64_t first, int64_t end, const AttentionShap
     total *= shrink;
     row_max = new_max;
   }
-  for (int64_t i = 0; i < kSpan; i += kLanes) {
-    const Vec weight = exponential(load(scores + i) - splat(new_max));
-    store(scores + i, weight);
+  for (int i = 0; i < kParts; i++) {
+    const Vec weight = exponential(parts[i] - splat(new_max));
+    store(scores + i * kLanes, weight);
     total += weight;
   }
   store(totals, total);
@@ -268,6 +275,10 @@ class Attention {
           to[0] = scratch_.maxima[row];
           to[1] = total;
           std::memcpy(to + kPartialHead, sums, width_ * sizeof(float));
+        } else if (task_.end_split - task_.first_split == 1) {
+          scratch_.merged_maxima[row] = scratch_.maxima[row];  // as merging into nothing would
+          scratch_.merged_totals[row] = total;
+          std::memcpy(&scratch_.merged[row * width_], sums, width_ * sizeof(float));
         } else {
           merge(scratch_.merged_maxima[row], scratch_.merged_totals[row],
                 &scratch_.merged[row * width_], scratch_.maxima[row], total, sums, width_);
@@ -344,7 +355,9 @@ class Attention {
       const float* merged = &scratch_.merged[row * width_];
       const float total = scratch_.merged_totals[row];
       T* to = out + head_of(row);
-      for (int64_t i = 0; i < dim_; i++) assign(to[i], merged[value_column<T>(i)] / total);
+      int64_t i = 0;
+      for (; i + kPanel <= dim_; i += kPanel) store_values(merged + i, total, to + i);
+      for (; i < dim_; i++) assign(to[i], merged[value_column<T>(i)] / total);
     }
   }
 
@@ -361,19 +374,19 @@ class Attention {
       const int64_t first_key = std::max<int64_t>(
           0, task_.lowest(first_row / group_, shape_.window) - start);
       if (mass_.units) scratch_.mass.begin_span(start, first_key, count);
+      if (start + kSpan < end)
+        look_ahead(task_, start + kSpan);
+      else if (next_)
+        look_ahead(*next_, first_span(*next_, next_->first_split));
+      else
+        ahead_.num_rows = 0;
       for (int64_t head = 0; head < task_.num_kv_heads; head++) {
         gather(task_.kv_head + head, start, first_key, count);
-        if (start + kSpan < end)
-          look_ahead(task_, head, start + kSpan);
-        else if (next_ && head < next_->num_kv_heads)
-          look_ahead(*next_, head, first_span(*next_, next_->first_split));
-        else
-          ahead_.begin(0, dim_);
         const int64_t base = head * num_rows_;
         score(base + first_row, base + last_row, count);
         for (int64_t row = first_row; row < last_row; row++) {
           weigh_row(base + row, row, start);
-          ahead_.fetch(2 * kSpan / 16);
+          ahead_.fetch(16);
         }
         add_values(base + first_row, base + last_row, first_key, count);
       }
@@ -415,10 +428,10 @@ class Attention {
     });
   }
 
-  void look_ahead(const AttentionTask& task, int64_t head, int64_t start) {
-    ahead_.begin(dim_ * sizeof(S), dim_);
+  void look_ahead(const AttentionTask& task, int64_t start) {
+    ahead_.begin(dim_ * sizeof(S), dim_, task.num_kv_heads);
     find_slots(task, start, std::min(kSpan, task.end() - start), [&](int64_t, int64_t slot) {
-      const int64_t index = (slot * shape_.heads.num_kv_heads + task.kv_head + head) * dim_;
+      const int64_t index = (slot * shape_.heads.num_kv_heads + task.kv_head) * dim_;
       ahead_.add(static_cast<const S*>(cache_.keys) + index);
       ahead_.add(static_cast<const S*>(cache_.values) + index);
     });
@@ -428,7 +441,7 @@ class Attention {
     for (int64_t panel = 0; panel * kPanel < count; panel++) {
       T* packed = scratch_.keys.data() + panel * panel_elements<T>(dim_);
       pack_keys(keys_ + panel * kPanel, dim_, packed, ahead_);
-      ahead_.fetch(2 * kSpan / 8);
+      ahead_.fetch(8);
       for_tiles(last - first, [&](int64_t begin, int rows) {
         begin += first;
         tile<T>(rows, &scratch_.queries[begin * dim_], dim_, packed, dim_,
@@ -470,7 +483,7 @@ class Attention {
     count = (count + step - 1) / step * step;
     if (num_rows <= kTileRows) {
       for (int64_t column = 0; column < width_; column += kPanel) {
-        ahead_.fetch(2 * kSpan / 12);
+        ahead_.fetch(12);
         add_weighted(num_rows, weights_of(first_row), values_, first, count, column,
                      &scratch_.sums[first_row * width_ + column], width_);
       }

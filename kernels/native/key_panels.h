@@ -44,21 +44,31 @@ inline void transpose_16(const int32_t* const* source, int32_t* target, int64_t 
 // sees them coming, and are fetched a few lines at a time: many at once would wait for each other,
 // and all else for them.
 struct SpanAhead {
-  const char* rows[2 * kSpan];
-  int64_t num_rows = 0, row = 0, row_bytes = 0, rows_per_square = 1;
+  const char* rows[2 * kSpan];  // of all heads of the task, which lie side by side
+  int num_rows = 0, row = 0, row_bytes = 0, num_heads = 1, rows_per_square = 1;
 
-  void begin(int64_t bytes_per_row, int64_t head_dim) {
+  void begin(int64_t head_bytes, int64_t head_dim, int64_t heads) {
     num_rows = row = 0;
-    row_bytes = bytes_per_row;
-    // A third of the rows during the transposition, which has head_dim / 8 squares.
-    rows_per_square = (6 * kSpan + head_dim - 1) / head_dim;
+    row_bytes = int(heads * head_bytes);
+    num_heads = int(heads);
+    // A third of the rows during the transpositions, which have head_dim / 8 squares a head.
+    rows_per_square = rows_in(3 * int(head_dim) / 8);
   }
 
   void add(const void* begin) { rows[num_rows++] = static_cast<const char*>(begin); }
 
-  void fetch(int64_t count) {
-    for (const int64_t end = std::min(num_rows, row + count); row < end; row++)
-      for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(rows[row] + i, 0, 2);
+  // One of `num_parts` that a head's share has.
+  void fetch(int num_parts) { fetch_rows(rows_in(num_parts)); }
+
+  void fetch_rows(int count) {
+    for (const int end = std::min(num_rows, row + count); row < end; row++)
+      for (int i = 0; i < row_bytes; i += 64) __builtin_prefetch(rows[row] + i, 0, 2);
+  }
+
+ private:
+  int rows_in(int num_parts) const {
+    const int total = std::max(1, num_parts) * num_heads;
+    return (2 * int(kSpan) + total - 1) / total;
   }
 };
 
@@ -73,7 +83,7 @@ void pack_keys(const T* const* keys, int64_t head_dim, T* panel, SpanAhead& ahea
       const int32_t* rows[16];
       for (int64_t i = 0; i < 16; i++)
         rows[i] = reinterpret_cast<const int32_t*>(keys[half * 16 + i] + done);
-      ahead.fetch(ahead.rows_per_square);
+      ahead.fetch_rows(ahead.rows_per_square);
       transpose_16(rows, reinterpret_cast<int32_t*>(panel + done * kPanel) + half * 16, kPanel);
     }
 #endif
@@ -108,6 +118,26 @@ int64_t value_column(int64_t column) {
   if constexpr (sizeof(Weight<T>) == 4) return column;
   const int64_t in_panel = column % kPanel;
   return column - in_panel + in_panel % 8 / 4 * 16 + in_panel / 8 * 4 + in_panel % 4;
+}
+
+// 32 columns of a sum over values, divided by `total`, in the order of columns.
+inline void store_values(const float* sums, float total, float* out) {
+  for (int i = 0; i < kPanel; i += kLanes) store(out + i, load(sums + i) / splat(total));
+}
+
+inline void store_values(const float* sums, float total, BFloat16* out) {
+#if defined(__AVX512BF16__)
+  BFloat16 halves[kPanel];  // of groups of 4 columns, the even ones before the odd ones
+  for (int i = 0; i < kPanel; i += kLanes) store_rounded(load(sums + i) / splat(total), halves + i);
+  const __m256i even = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
+  const __m256i odd = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + 16));
+  const __m256i low = _mm256_unpacklo_epi64(even, odd), high = _mm256_unpackhi_epi64(even, odd);
+  __m256i* to = reinterpret_cast<__m256i*>(out);
+  _mm256_storeu_si256(to, _mm256_permute2x128_si256(low, high, 0x20));
+  _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(low, high, 0x31));
+#else
+  for (int i = 0; i < kPanel; i++) assign(out[i], sums[i] / total);
+#endif
 }
 
 // Values first to count of a span as panels [kSpan][32] for the tile, each a whole number of panels

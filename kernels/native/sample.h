@@ -32,10 +32,10 @@ class SampleScratch {
   // The token, or -1 where the best logit is no finite number.
   int64_t sample(const float* logits, int64_t vocab_size, const SampleParams& params) {
     size_ = vocab_size;
+    if (params.temperature == 0.0f) return likeliest(logits);
     num_blocks_ = (vocab_size + kSampleBlock - 1) / kSampleBlock;
     const float best = maximum_or_nan(logits);
     if (!std::isfinite(best)) return -1;
-    if (params.temperature == 0.0f) return std::find(logits, logits + size_, best) - logits;
     values_.resize(num_blocks_ * kSampleBlock);
     block_maxima_.resize(num_blocks_);
     scale(logits, best, params.temperature);
@@ -53,6 +53,43 @@ class SampleScratch {
   }
 
  private:
+  // The first of the largest, or -1 if that is no finite number; in one pass.
+  int64_t likeliest(const float* logits) const {
+    constexpr int kChains = 4;  // that need not wait for each other
+    constexpr int64_t kStep = kChains * kLanes;
+    Vec high[kChains];
+    IntVec at[kChains] = {}, nans = {};
+    for (Vec& lane : high) lane = splat(-std::numeric_limits<float>::infinity());
+    int64_t i = 0;
+    for (; i + kStep <= size_; i += kStep)
+      for (int chain = 0; chain < kChains; chain++) {
+        const Vec x = load(logits + i + chain * kLanes);
+        const auto better = x > high[chain];
+        high[chain] = better ? x : high[chain];
+        at[chain] = better ? IntVec{} + int32_t(i) : at[chain];
+        nans |= x != x;
+      }
+    float best = -std::numeric_limits<float>::infinity();
+    int64_t token = -1;
+    for (int lane = 0; lane < kStep; lane++) {
+      const float value = high[lane / kLanes][lane % kLanes];
+      const int64_t where = at[lane / kLanes][lane % kLanes] + lane;
+      if (nans[lane % kLanes]) return -1;
+      if (value > best || (value == best && where < token)) {
+        best = value;
+        token = where;
+      }
+    }
+    for (; i < size_; i++) {
+      if (logits[i] != logits[i]) return -1;
+      if (logits[i] > best) {
+        best = logits[i];
+        token = i;
+      }
+    }
+    return std::isfinite(best) ? token : -1;
+  }
+
   float maximum_or_nan(const float* logits) const {
     Vec high = splat(-std::numeric_limits<float>::infinity());
     IntVec nans = {};
