@@ -1,9 +1,10 @@
 """Who is compared, and how each is started. Peers live in a folder of their own, ``--folder``."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -55,7 +56,7 @@ def checkpoint(folder: Path, model: str) -> Path:
 def launch(contender: Contender, folder: Path, port: int, work: Path) -> Launch:
     """``work``: an empty folder for files that the start needs. Raises MissingError."""
     starts = {
-        OURS: _launch_ours,
+        OURS: launch_ours,
         "llama.cpp": _launch_llama,
         "vllm": _launch_vllm,
         "openvino": _launch_openvino,
@@ -63,16 +64,24 @@ def launch(contender: Contender, folder: Path, port: int, work: Path) -> Launch:
     return starts[contender.name](contender, folder, port, work)
 
 
-def _launch_ours(contender: Contender, folder: Path, port: int, work: Path) -> Launch:
+def launch_ours(
+    contender: Contender,
+    folder: Path,
+    port: int,
+    work: Path,
+    settings: Mapping[str, Any] | None = None,
+) -> Launch:
+    """``settings``: of the engine, beside the model and its bits. Raises MissingError."""
     version = work / "models" / _SERVED_NAME / "1"
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text('backend: "shoal"\n')
-    settings = {
+    values = {
+        **(settings or {}),
         "weights": str(checkpoint(folder, contender.model)),
         "dtype": "bfloat16",
         "quantization": "none" if contender.bits == "bf16" else contender.bits,
     }
-    (version / "model.yaml").write_text(yaml.safe_dump(settings))
+    (version / "model.yaml").write_text(yaml.safe_dump(values))
     ports = (f"--{what}-port={port + i}" for i, what in enumerate(("openai", "http", "grpc")))
     command = (
         str(_present(Path(sys.executable).parent / "shoal")),
