@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.backend.channel_messages import (
     IDLE_S,
+    UNREAD_PACE_S,
     WINDOW,
     ChannelDelta,
     ChannelError,
@@ -100,12 +101,16 @@ class Channel:
         self._slots: dict[int, Slot] = {}  # by ref, until its last delta is sent
         self._used_at = clock()
         self._num_sent = 0
+        self._sent_at = 0.0
         self._num_read = 0
         self._encoder = msgspec.msgpack.Encoder()
 
     @property
     def can_send(self) -> bool:
-        return not self.closed and self._num_sent - self._num_read < WINDOW
+        if self.closed:
+            return False
+        is_paced = self._clock() - self._sent_at >= UNREAD_PACE_S
+        return is_paced or self._num_sent - self._num_read < WINDOW
 
     def take(self, orders: ChannelOrders) -> bool:
         """Submit and cancel. False: the channel has just been closed, and nothing was taken."""
@@ -135,6 +140,7 @@ class Channel:
             if any(chunk.final for chunk in chunks):
                 slot.has_ended = True
         self._num_sent += 1
+        self._sent_at = self._clock()
         try:
             self._reply.send_news(self._encoder.encode(ChannelNews(deltas)), False)
         except Exception:
@@ -154,6 +160,8 @@ class Channel:
         if self._reply.is_cancelled():
             self.close()
             return
+        if self.ready and self.can_send:
+            self._responder.resume(self)
         with self._lock:
             is_idle = not self._slots and self._clock() - self._used_at >= IDLE_S
             if is_idle:

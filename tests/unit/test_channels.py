@@ -178,8 +178,9 @@ def test_an_idle_channel_ends_and_can_be_opened_again(
 
 
 def test_a_client_that_reads_nothing_gets_joined_deltas_and_no_more_responses(
-    backend: Backend,
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(channels_module, "UNREAD_PACE_S", 1e9)
     channel = backend.send("a", ask(1, max_tokens=200), opens=True)
     until(lambda: len(news_of(channel)) == WINDOW)
     until(lambda: backend.service.status()["num_live"] == 0)
@@ -188,6 +189,16 @@ def test_a_client_that_reads_nothing_gets_joined_deltas_and_no_more_responses(
     told = wait_finished(channel, 1)
     assert len(news_of(channel)) == WINDOW + 1
     assert text_of(told[1]) == scripted_text(5, 200)
+
+
+def test_a_client_whose_orders_do_not_arrive_gets_all_the_same(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its version is being unloaded, and the server takes no more for it."""
+    monkeypatch.setattr(channels_module, "UNREAD_PACE_S", 0.02)
+    channel = backend.send("a", ask(1, max_tokens=200), opens=True)
+    until(lambda: any(delta.finish_reason for delta in deltas_of(channel, 1)))
+    assert text_of(deltas_of(channel, 1)) == scripted_text(5, 200)
 
 
 def test_refusals_and_unreadable_submissions_are_answered_to_their_own_request(
