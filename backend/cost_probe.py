@@ -47,25 +47,23 @@ def _prefill_seconds(runner: ModelRunner, cache: PagedKVCache) -> float:
     return _best(partial(runner.run, output), cache.device) / num_tokens
 
 
-def measure_pace(runner: ModelRunner, cache: PagedKVCache) -> StepPace:
+def measure_pace(runner: ModelRunner, cache: PagedKVCache, most_tokens: int) -> StepPace:
     """Run steps of several shapes over a block that nobody holds yet."""
-    tables = [[1] for _ in cache.num_blocks]
 
-    def run(num_decodes: int, num_prompt_tokens: int) -> float:
-        lengths = [1] * num_decodes
-        lengths += [cache.block_size] * -(-num_prompt_tokens // cache.block_size)
-        output = SchedulerOutput(
-            tuple(
-                ScheduledSequence(
-                    Sequence(i, [0] * length, length, _GREEDY, block_tables=tables), length
-                )
-                for i, length in enumerate(lengths)
-            )
-        )
-        seconds = _best(partial(runner.run, output), cache.device)
-        return seconds * (num_decodes + num_prompt_tokens) / output.num_tokens
+    def scheduled(seq_id: int, num_tokens: int, num_computed: int) -> ScheduledSequence:
+        length = num_computed + num_tokens
+        tables = [[1] * -(-length // cache.block_size) for _ in cache.num_blocks]
+        sequence = Sequence(seq_id, [0] * length, length, _GREEDY, block_tables=tables)
+        sequence.num_computed_tokens = num_computed
+        return ScheduledSequence(sequence, num_tokens)
 
-    return StepPace.measured(run)
+    def run(num_decodes: int, num_prompt_tokens: int, num_computed: int) -> float:
+        items = [scheduled(i, 1, 0) for i in range(num_decodes)]
+        if num_prompt_tokens:
+            items.append(scheduled(num_decodes, num_prompt_tokens, num_computed))
+        return _best(partial(runner.run, SchedulerOutput(tuple(items))), cache.device)
+
+    return StepPace.measured(run, most_tokens)
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

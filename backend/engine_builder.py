@@ -114,7 +114,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     )
     host = tiers.host if tiers else None
     scheduler = _make_scheduler(config, size, loaded.config.kv_layout, host)
-    scheduler.pace = measure_pace(probe, kv_cache)
+    scheduler.pace = measure_pace(probe, kv_cache, size.max_model_len)
     engine = Engine(scheduler, runner, _limits(ready), step_log, guard, mover, images)
     return GrammarGate(engine, compiler), ready
 

@@ -71,7 +71,14 @@ class SimulatedWorker:
         self._inbox: list[_Message] = []
         self._is_stepping = False
         scheduler.pace = StepPace.measured(
-            lambda decodes, tokens: cost.seconds(StepShape(tokens, decodes, tokens + decodes))
+            lambda decodes, tokens, computed: cost.seconds(
+                StepShape(
+                    tokens,
+                    decodes,
+                    computed + tokens + decodes,
+                    tokens * computed + tokens * (tokens + 1) // 2,
+                )
+            )
         )
         self._wait = 0  # number of the present wait: a timer of an earlier one is void
 

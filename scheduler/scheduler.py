@@ -226,9 +226,14 @@ class Scheduler:
         return outputs
 
     def note_duration(self, output: SchedulerOutput, seconds: float) -> None:
-        """A step took so long to run: what the lengths of later steps go by."""
-        num_decodes = output.num_decodes
-        self.pace.note(num_decodes, output.num_tokens - num_decodes, seconds)
+        """A step that was just run, and is not applied yet, took so long: what the lengths of later
+        steps go by."""
+        work = sum(
+            item.num_tokens * self.pace.work_of_token(item.sequence.num_computed_tokens)
+            for item in output.scheduled
+            if item.num_tokens > 1
+        )
+        self.pace.note(output.num_decodes, work, seconds)
 
     @property
     def is_loading(self) -> bool:

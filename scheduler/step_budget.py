@@ -39,7 +39,8 @@ def share_budget(
         _grant(num_tokens, others, min(left - used, portion))
     else:
         if any(s.urgency < 0 for s in others):
-            portion = max(1, int(budget * _YIELDING_SHARE), pace.tokens_of_base)
+            portion = int(budget * _YIELDING_SHARE / _work_of_token(others, pace))
+            portion = max(1, portion, pace.tokens_of_base)
             left = min(left, portion)
         _grant(num_tokens, prefills, left)
     _keep_images_whole(num_tokens, prefills, budget)
@@ -122,5 +123,12 @@ def _most_prefill(members: Many[Sequence], pace: StepPace, decode_stretch: float
         weight, least_rows = _MOST_WAITING, _LEAST_ROWS_URGENT
     usual = pace.seconds(len(decodes)) * (1 + (decode_stretch - 1) * weight)
     seconds = min(usual if s.tpot_s is None else s.tpot_s for s in decodes)
-    most = pace.num_prompt_tokens_in(seconds, len(decodes))
-    return max(most, least_rows - len(decodes), _LEAST_PREFILL)
+    prefills = [s for s in members if s.num_runnable_tokens > 1]
+    most = pace.prompt_work_in(seconds, len(decodes)) / _work_of_token(prefills, pace)
+    whole = sum(s.num_runnable_tokens for s in prefills)
+    return max(int(min(most, whole)), least_rows - len(decodes), _LEAST_PREFILL)
+
+
+def _work_of_token(prefills: Many[Sequence], pace: StepPace) -> float:
+    """Of the mean of them."""
+    return pace.work_of_token(sum(s.num_held_tokens for s in prefills) // max(1, len(prefills)))

@@ -54,7 +54,7 @@ class VirtualService:
         self.scheduler = make_scheduler(
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=256
         )
-        self.scheduler.pace = StepPace.measured(lambda *tokens: step_seconds(sum(tokens)))
+        self.scheduler.pace = StepPace.measured(lambda a, b, _: step_seconds(a + b))
         config = self.scheduler.config
         capacity = WorkerCapacity(
             num_blocks,

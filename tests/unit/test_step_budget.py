@@ -23,7 +23,7 @@ def decode(seq_id: int, tpot_s: float | None = None) -> Sequence:
 def make_pace(base: float, rate: float, decode: float | None = None) -> StepPace:
     """The pace of a model whose steps take ``base + rate * prompt tokens + decode * decodes``."""
     decode = rate if decode is None else decode
-    return StepPace.measured(lambda decodes, tokens: base + decode * decodes + rate * tokens)
+    return StepPace.measured(lambda decodes, tokens, _: base + decode * decodes + rate * tokens)
 
 
 def share_budget(
@@ -160,7 +160,7 @@ class TestPace:
             for decodes, tokens in ((16, 0), (1, 0), (0, 500), (3, 64), (8, 0), (16, 200)):
                 pace.note(decodes, tokens, 0.02 + 0.0001 * tokens + 0.001 * decodes)
         assert pace.seconds(10) == pytest.approx(0.03, rel=0.05)
-        assert pace.num_prompt_tokens_in(0.05, 10) == pytest.approx(200, rel=0.05)
+        assert pace.prompt_work_in(0.05, 10) == pytest.approx(200, rel=0.05)
         assert pace.tokens_of_base == pytest.approx(200, rel=0.05)
 
     def test_it_follows_a_change(self) -> None:
@@ -168,16 +168,16 @@ class TestPace:
         for step in range(100):
             num_tokens = step % 5 * 50
             pace.note(10, num_tokens, 0.02 + 0.001 * num_tokens)
-        assert pace.num_prompt_tokens_in(0.12, 10) == pytest.approx(100, rel=0.05)
+        assert pace.prompt_work_in(0.12, 10) == pytest.approx(100, rel=0.05)
 
     def test_a_machine_is_not_always_steady_when_it_is_measured(self) -> None:
-        pace = StepPace.measured(lambda decodes, tokens: 0.05 if decodes == 1 else 0.02)
+        pace = StepPace.measured(lambda decodes, *_: 0.05 if decodes == 1 else 0.02)
         assert pace.seconds(3) == 0.05
-        assert pace.num_prompt_tokens_in(0.1, 3) > 10**6
+        assert pace.prompt_work_in(0.1, 3) > 10**6
         for _ in range(40):
             pace.note(8, 0, 0.02)
             pace.note(8, 100, 0.04)
-        assert pace.num_prompt_tokens_in(0.04, 8) == pytest.approx(100, rel=0.1)
+        assert pace.prompt_work_in(0.04, 8) == pytest.approx(100, rel=0.1)
 
     def test_a_prompt_whose_context_grows_does_not_make_decodes_dear(self) -> None:
         pace = make_pace(base=0.01, rate=0.0005, decode=0.001)
@@ -199,8 +199,21 @@ class TestPace:
 
     def test_knowing_nothing_it_limits_nothing(self) -> None:
         pace = StepPace()
-        assert pace.num_prompt_tokens_in(0.001, 3) > 10**6
+        assert pace.prompt_work_in(0.001, 3) > 10**6
         assert pace.tokens_of_base == 0
+
+    def test_context_makes_a_token_more_work(self) -> None:
+        pace = StepPace.measured(
+            lambda decodes, tokens, computed: 0.01 + 0.001 * tokens * (1 + computed / 2000)
+        )
+        assert pace.work_of_token(0) == 1
+        assert pace.work_of_token(4000) == pytest.approx(3)
+        late = prefill(1, 5000)
+        late.num_computed_tokens = 4000
+        shares = share_budget([decode(0), late], BUDGET, pace, 20.0)
+        assert pace.seconds(1, 3 * shares[1]) == pytest.approx(20 * pace.seconds(1), rel=0.1)
+        late.urgency = -1
+        assert share_budget([late], BUDGET, pace)[1] == pytest.approx(96 / 3, abs=1)
 
     def test_the_first_step_counts_by_its_rows(self) -> None:
         pace = StepPace()
