@@ -107,7 +107,6 @@ def tier_rows(config: SimulationConfig, options: WorkloadOptions) -> Iterator[tu
     """Three tiers in equal parts, beyond the capacity, while requests arrive."""
     for policy in ("priority", "wfq", "vtc"):
         workload = sla_tiers(replace(options, load=1.5))
-        end = workload.requests[-1].arrival
         result = run(workload, replace(config, policy=policy))
         by_tier = {name: [r for r in result.records if r.slo_class == name] for name in TIERS}
         high, low = by_tier["interactive"], by_tier["batch"]
@@ -116,7 +115,7 @@ def tier_rows(config: SimulationConfig, options: WorkloadOptions) -> Iterator[tu
             policy,
             *(f"{p50(records):.2f}" for records in by_tier.values()),
             f"{ratio:.3f}",
-            f"{longest_pause(low, end):.2f}",
+            f"{result.longest_pauses['batch']:.2f}",
         )
 
 
@@ -152,13 +151,6 @@ def _ttft(record: RequestRecord) -> float:
     if record.ttft is not None:
         return record.ttft
     return (record.ended or 0.0) - record.arrival
-
-
-def longest_pause(records: Sequence[RequestRecord], end: float) -> float:
-    """The longest time without a first or a last token of any of these."""
-    times = [t for r in records for t in (r.first_token, r.ended) if t is not None and t < end]
-    first = min(record.arrival for record in records)
-    return max(b - a for a, b in zip([first, *sorted(times)], [*sorted(times), end], strict=True))
 
 
 _TENANT_HEADER = (
@@ -224,8 +216,8 @@ def _head(report: Path, seed: int, requests: int) -> list[str]:
         f"**Tenants**: a light one asks for 0.2 of the capacity, alone (first come, first served), "
         f"then beside one that sends {FLOOD_FACTOR} times as much; a queue of {MAX_QUEUED}. A "
         "refused request counts with the time until its refusal. **Tiers**: three in equal parts, "
-        "1.5 times the capacity; *pause*: the longest time without a first or last token of the "
-        "lowest. **Overload**: 10 times the capacity against 1.3 times, a queue of 64; refused "
+        "1.5 times the capacity; *pause*: the longest time in which no request of the lowest got "
+        "a token. **Overload**: 10 times the capacity against 1.3 times, a queue of 64; refused "
         "clients retry when they are told to. The error is |told − wait| / wait, of what a client "
         "was told first against the wait until a retry was accepted, or against a line at the door "
         "(see load/README.md).",

@@ -88,3 +88,4 @@ class SimulationResult:
     num_scheduled: int
     num_preemptions: int
     num_events: int
+    longest_pauses: dict[str, float]  # seconds without a token while requests arrive, by tier

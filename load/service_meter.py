@@ -57,3 +57,31 @@ def jain_index(values: Iterable[float]) -> float | None:
     shares = list(values)
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares > 0 else None
+
+
+class PauseMeter:
+    """The longest time in which no request of a tier got a token, while requests arrive.
+
+    ``end``: of the arrivals. A tier's time begins with its first request.
+    """
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+        self._last: dict[str, float] = {}  # token, or first request, by tier
+        self._longest: dict[str, float] = {}
+
+    def arrives(self, slo_class: str, now: float) -> None:
+        self._last.setdefault(slo_class, now)
+
+    def token(self, slo_class: str, now: float) -> None:
+        last, now = self._last[slo_class], min(now, self._end)
+        self._longest[slo_class] = max(self._longest.get(slo_class, 0.0), now - last)
+        self._last[slo_class] = max(last, now)
+
+    @property
+    def longest(self) -> dict[str, float]:
+        """Seconds by tier."""
+        return {
+            name: max(self._longest.get(name, 0.0), self._end - last)
+            for name, last in self._last.items()
+        }

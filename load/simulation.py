@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from shoal.load.records import Outcome, RequestRecord, SimulationResult, TimelineSample
-from shoal.load.service_meter import ServiceMeter
+from shoal.load.service_meter import PauseMeter, ServiceMeter
 from shoal.load.simulated_worker import SimulatedWorker, WorkerReport
 from shoal.load.step_cost import StepCost, StepShape
 from shoal.load.virtual_time import EventLoop
@@ -120,6 +120,7 @@ class Simulation:
         self._live: dict[int, _Live] = {}
         self._records: list[RequestRecord] = []
         self._refused_line: deque[RequestRecord] = deque()
+        self._pauses = PauseMeter(max((r.arrival for r in workload.requests), default=0.0))
         self._service = ServiceMeter({request.tenant for request in workload.requests})
         self._timeline: list[TimelineSample] = []
         self._is_ticking = False
@@ -164,6 +165,7 @@ class Simulation:
             num_scheduled=sum(worker.num_scheduled for worker in self.workers),
             num_preemptions=sum(worker.scheduler.num_preemptions for worker in self.workers),
             num_events=self.loop.num_events,
+            longest_pauses=self._pauses.longest,
         )
 
     def _await_next_arrival(self) -> None:
@@ -204,6 +206,7 @@ class Simulation:
             self._refuse(live, error)
             return
         live.record.accepted = self.loop.now
+        self._pauses.arrives(live.record.slo_class, self.loop.now)
         self._service.waits(live.request.tenant, self.loop.now)
         for delivery in deliveries:  # those that had to make way
             self._deliver(delivery)
@@ -287,6 +290,7 @@ class Simulation:
                 num_computed = record.num_prompt_tokens - record.num_cached_tokens
                 self._service.prefilled(record.tenant, num_computed)
             record.num_delivered += 1
+            self._pauses.token(record.slo_class, seen)
             self._service.decoded(record.tenant)
         if delivery.finish_reason is FinishReason.ERROR:
             self._fail(live, delivery.error)

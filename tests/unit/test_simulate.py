@@ -14,7 +14,7 @@ from shoal.backend.step_log import StepRecord, StepSequence
 from shoal.load.measures import summarize
 from shoal.load.records import Outcome, RequestRecord, SimulationResult
 from shoal.load.report import ReportContext, write_report
-from shoal.load.service_meter import ServiceMeter, jain_index
+from shoal.load.service_meter import PauseMeter, ServiceMeter, jain_index
 from shoal.load.simulate import app
 from shoal.load.simulation import (
     Latencies,
@@ -486,3 +486,14 @@ def test_the_command_prints_the_tables() -> None:
     assert "time in steps" in shown.stdout
     unknown = CliRunner().invoke(app, ["run", "nonsense"])
     assert unknown.exit_code == 1
+
+
+def test_a_tiers_longest_pause_is_between_tokens_of_any_of_its_requests() -> None:
+    meter = PauseMeter(end=10.0)
+    meter.arrives("low", 1.0)
+    meter.arrives("high", 0.0)
+    for at in (2.0, 2.5, 6.0, 30.0):
+        meter.token("low", at)
+    assert meter.longest == {"low": 4.0, "high": 10.0}
+    meter.token("high", 9.0)
+    assert meter.longest["high"] == 9.0
