@@ -5,28 +5,9 @@ from pathlib import Path
 
 import torch
 
-PROMPTS = (
-    "The capital of France is",
-    "Once upon a time, in a village by the sea,",
-    "def fibonacci(n):\n    ",
-    "Water boils at a temperature of",
-    "The three laws of motion are",
-    "Question: What is 12 times 12?\nAnswer:",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "La capitale de l'Italie est",
-    "SELECT name, age FROM users WHERE",
-    "The mitochondria is",
-    "1, 1, 2, 3, 5, 8, 13,",
-    "In 1969, the first human",
-    "A recipe for pancakes:\n\n1.",
-    "To be, or not to be:",
-    "import numpy as np\n\nx = np.",
-    "The difference between a virus and a bacterium is",
-    "Roses are red, violets are",
-    "<html>\n<head>\n<title>",
-    "My favourite thing about the winter is",
-    "Breaking news: scientists have discovered",
-)
+from shoal.load.greedy_check import SUBJECTS
+
+PROMPTS = SUBJECTS[:20]
 
 
 class GreedyReference:

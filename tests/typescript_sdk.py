@@ -11,7 +11,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "client" / "typescript"
 TIMEOUT_S = 240
 
 
-def _missing() -> str:
+def missing() -> str:
+    """Why its tests cannot run here; empty when they can."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         return "node and npm are not installed"
     if not (FOLDER / "node_modules" / ".bin" / "vitest").exists():
@@ -19,7 +20,7 @@ def _missing() -> str:
     return ""
 
 
-needs_node = pytest.mark.skipif(bool(_missing()), reason=f"TypeScript SDK not tested: {_missing()}")
+needs_node = pytest.mark.skipif(bool(missing()), reason=f"TypeScript SDK not tested: {missing()}")
 
 
 def run(*command: str, **environment: str) -> str:

@@ -1,10 +1,5 @@
-"""Gemma 3's images: transformers' SigLIP encoder and projector with the checkpoint's weights.
+"""Gemma 3's images: transformers' SigLIP encoder and projector with the checkpoint's weights."""
 
-The encoder runs one image at a time, so that an image's embeddings depend on nothing else.
-"""
-
-import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +8,13 @@ import torch
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.messages import ImageForm
+from shoal.backend.models.image_encoder import (
+    ImageEncoder,
+    fill_encoder,
+    import_family,
+    read_preprocessor,
+    read_their_config,
+)
 from shoal.backend.weights.safetensors import SafetensorsCheckpoint
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
@@ -37,21 +39,14 @@ class _Encoder(torch.nn.Module):
         self.multi_modal_projector = modeling.Gemma3MultiModalProjector(config)
 
 
-class Gemma3Vision:
-    """From pixels to embeddings of the text model's width, as many for every image."""
-
-    def __init__(self, encoder: _Encoder, processor: Any, form: ImageForm) -> None:
-        self._encoder = encoder
-        self._processor = processor
-        self.form = form
+class Gemma3Vision(ImageEncoder):
+    """As many embeddings for every image."""
 
     @torch.inference_mode()
     def encode(self, pixels: np.ndarray) -> torch.Tensor:
         """[num_tokens, hidden_size] for one image, uint8 [height, width, 3]."""
         weight = next(self._encoder.parameters())
-        inputs = self._processor(
-            images=[pixels], return_tensors="pt", input_data_format="channels_last"
-        )
+        inputs = self._inputs(pixels)
         states = self._encoder.vision_tower(
             pixel_values=inputs["pixel_values"].to(weight.device, weight.dtype)
         ).last_hidden_state
@@ -66,31 +61,12 @@ def load_gemma3_vision(
 
     Raises ConfigError where transformers is missing, or a tensor of the encoder is.
     """
-    try:
-        transformers: Any = importlib.import_module("transformers")
-        modeling: Any = importlib.import_module("transformers.models.gemma3.modeling_gemma3")
-        processing: Any = importlib.import_module(
-            "transformers.models.gemma3.image_processing_pil_gemma3"
-        )
-    except ImportError:
-        raise ConfigError(
-            "images need the Python package transformers: pip install 'transformers>=5.24'."
-        ) from None
-    config = transformers.AutoConfig.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True
-    )
+    transformers, modeling, processing = import_family("gemma3")
+    config = read_their_config(transformers, folder)
     config.vision_config._attn_implementation = "sdpa"
     config.vision_config.vision_use_head = False
     encoder = _Encoder(config, transformers, modeling)
-    try:
-        encoder.load_state_dict(_tensors(folder, dtype), strict=True, assign=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{folder.name}: the image encoder does not fit: {reason} "
-            "Set images: false to serve text alone."
-        ) from error
-    encoder = encoder.to(device).eval().requires_grad_(False)
+    fill_encoder(encoder, _tensors(folder, dtype), folder, device)
     options = _processor_options(folder, config.vision_config.image_size)
     form = ImageForm(
         placeholder_id=config.boi_token_index,
@@ -119,8 +95,7 @@ def _tensors(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
 
 def _processor_options(folder: Path, image_size: int) -> dict[str, Any]:
     """How the checkpoint wants its images scaled and normalised."""
-    path = folder / "preprocessor_config.json"
-    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    values = read_preprocessor(folder)
     if values.get("do_pan_and_scan"):
         raise ConfigError(
             f"{folder.name}: preprocessor_config.json: do_pan_and_scan is not supported. "

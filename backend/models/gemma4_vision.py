@@ -1,18 +1,19 @@
-"""Gemma 4's images: transformers' encoder with the checkpoint's weights, without the text part.
+"""Gemma 4's images: transformers' encoder with the checkpoint's weights, without the text part."""
 
-The encoder runs one image at a time, so that an image's embeddings depend on nothing else.
-"""
-
-import importlib
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from shoal.backend.engine_config import ConfigError
 from shoal.backend.messages import ImageForm
+from shoal.backend.models.image_encoder import (
+    ImageEncoder,
+    fill_encoder,
+    import_family,
+    read_preprocessor,
+    read_their_config,
+)
 from shoal.backend.weights.safetensors import SafetensorsCheckpoint
 
 # What the encoder is called in the checkpoint, and in this module.
@@ -26,24 +27,14 @@ class _Encoder(torch.nn.Module):
         self.embedder = modeling.Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
 
 
-class Gemma4Vision:
-    """From pixels to embeddings of the text model's width."""
-
-    def __init__(self, encoder: _Encoder, processor: Any, form: ImageForm) -> None:
-        self._encoder = encoder
-        self._processor = processor
-        self.form = form
+class Gemma4Vision(ImageEncoder):
+    """How many embeddings an image has follows from its shape."""
 
     @torch.inference_mode()
     def encode(self, pixels: np.ndarray) -> torch.Tensor:
-        """[num_soft_tokens, hidden_size] for one image, uint8 [height, width, 3].
-
-        How many there are follows from the image's shape.
-        """
+        """[num_soft_tokens, hidden_size] for one image, uint8 [height, width, 3]."""
         weight = next(self._encoder.parameters())
-        inputs = self._processor(
-            images=[pixels], return_tensors="pt", input_data_format="channels_last"
-        )
+        inputs = self._inputs(pixels)
         states = self._encoder.tower(
             pixel_values=inputs["pixel_values"].to(weight.device),
             pixel_position_ids=inputs["image_position_ids"].to(weight.device),
@@ -59,20 +50,8 @@ def load_gemma4_vision(
 
     Raises ConfigError where transformers is missing, or a tensor of the encoder is.
     """
-    try:
-        transformers: Any = importlib.import_module("transformers")
-        modeling: Any = importlib.import_module("transformers.models.gemma4.modeling_gemma4")
-        processing: Any = importlib.import_module(
-            "transformers.models.gemma4.image_processing_pil_gemma4"
-        )
-    except ImportError:
-        raise ConfigError(
-            "images need the Python package transformers, with Gemma 4: "
-            "pip install 'transformers>=5.24'."
-        ) from None
-    config = transformers.AutoConfig.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True
-    )
+    transformers, modeling, processing = import_family("gemma4")
+    config = read_their_config(transformers, folder)
     for part in (config, config.vision_config, config.text_config):
         part._attn_implementation = "sdpa"
     encoder = _Encoder(config, modeling)
@@ -83,16 +62,7 @@ def load_gemma4_vision(
         for theirs, ours in _PARTS.items()
         if name.startswith(theirs)
     }
-    try:
-        # Assigned, so that what the checkpoint does not hold (frequencies) stays in float32.
-        encoder.load_state_dict(tensors, strict=True, assign=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{folder.name}: the image encoder does not fit: {reason} "
-            "Set images: false to serve text alone."
-        ) from error
-    encoder = encoder.to(device).eval().requires_grad_(False)
+    fill_encoder(encoder, tensors, folder, device)
     processor = processing.Gemma4ImageProcessorPil(**_processor_options(folder))
     return Gemma4Vision(encoder, processor, _form(config, processor))
 
@@ -112,7 +82,6 @@ def _form(config: Any, processor: Any) -> ImageForm:
 
 def _processor_options(folder: Path) -> dict[str, Any]:
     """Sizes that a checkpoint may set otherwise."""
-    path = folder / "preprocessor_config.json"
-    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    values = read_preprocessor(folder)
     names = ("max_soft_tokens", "patch_size", "pooling_kernel_size")
     return {name: values[name] for name in names if values.get(name) is not None}

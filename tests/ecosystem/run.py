@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import browser
 import tools
 from environments import FOLDER, node_environment, python_environment
 from picture_model import NAME as PICTURE_MODEL
 from picture_model import add_picture_model
-from served import MODEL, Served, serve, shoal_command
+from served import MODEL, Served, free_ports, serve, shoal_command
 
 
 def pytest_suite(name: str) -> tools.Suite:
@@ -50,7 +51,7 @@ CLIENTS: dict[str, tools.Suite] = {
     "litellm": pytest_suite("litellm"),
     "node": node_suite,
 }
-SUITES = CLIENTS | tools.SUITES
+SUITES = CLIENTS | {"browser": browser.suite} | tools.SUITES
 
 
 @contextmanager
@@ -61,7 +62,9 @@ def server(folder: Path) -> Iterator[tuple[Served, dict[str, str]]]:
     limited_key = make_key(keys, "limited", "--requests-per-minute", "30")
     os.environ["SHOAL_API_KEY"] = key
     add_picture_model(folder / "served" / "models", folder / "picture")
-    flags = [f"--keys-file={keys}", f"--model={MODEL}", f"--model={PICTURE_MODEL}"]
+    (pages_port,) = free_ports(1)
+    origin = f"--cors-origin={browser.origin(pages_port)}"
+    flags = [origin, f"--keys-file={keys}", f"--model={MODEL}", f"--model={PICTURE_MODEL}"]
     with serve(folder / "served", *flags) as served:
         wait_for_both(served)
         yield (
@@ -74,6 +77,7 @@ def server(folder: Path) -> Iterator[tuple[Served, dict[str, str]]]:
                 "SHOAL_CHECK_PICTURE_MODEL": PICTURE_MODEL,
                 "SHOAL_CHECK_KEY": key,
                 "SHOAL_CHECK_LIMITED_KEY": limited_key,
+                "SHOAL_CHECK_PAGES_PORT": str(pages_port),
             },
         )
 
@@ -87,9 +91,9 @@ def make_key(path: Path, name: str, *limits: str) -> str:
 def wait_for_both(served: Served, timeout_s: float = 60) -> None:
     """Readiness is that of any model."""
     deadline = time.monotonic() + timeout_s
-    while PICTURE_MODEL not in served.ready_models():
+    while not {MODEL, PICTURE_MODEL} <= set(served.ready_models()):
         if time.monotonic() > deadline:
-            raise SystemExit(f"{PICTURE_MODEL} was not ready in {timeout_s} s:\n{served.tail()}")
+            raise SystemExit(f"one was not ready in {timeout_s} s:\n{served.tail()}")
         time.sleep(0.2)
 
 

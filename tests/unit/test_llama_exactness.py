@@ -8,6 +8,7 @@ import pytest
 import torch
 from greedy_reference import prompt_ids
 from paged_runs import make_cache, make_paged_sequence, run_step
+from their_sequence import TheirSequence
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as TransformersLlama
 
@@ -53,26 +54,6 @@ class Pair:
 
     theirs: Any
     ours: Decoder
-
-
-class TheirSequence:
-    """A sequence in transformers, fed chunk by chunk through its own cache."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._cache = None
-
-    @torch.inference_mode()
-    def feed(self, token_ids: list[int], logits_to_keep: int = 0) -> torch.Tensor:
-        """Logits [num_tokens, vocab_size], or the last ``logits_to_keep`` rows."""
-        output = self._model(
-            torch.tensor([token_ids]),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-        )
-        self._cache = output.past_key_values
-        return output.logits[0].float()
 
 
 def make_pair(folder: Path, dtype: torch.dtype, **overrides: Any) -> Pair:

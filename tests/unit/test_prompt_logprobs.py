@@ -5,21 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from text_builders import BOS, make_tokenizer
-from tiny_runs import BLOCK_SIZE, CPU, make_kv_cache
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_engine import TinyEngine, write_tiny_llama
+from transformers import LlamaForCausalLM
 
-from shoal.backend.engine import Engine, EngineLimits
-from shoal.backend.messages import AddSequence
-from shoal.backend.model_runner import ModelRunner
 from shoal.backend.text.token_logprobs import describe_prompt
-from shoal.backend.weights.loader import load_model
-from shoal.scheduler.eviction import make_eviction_policy
-from shoal.scheduler.outputs import SampledToken, StepOutput
-from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.outputs import SampledToken
 from shoal.scheduler.sequence import FinishReason
 
 PROMPT = [(7 * i + 3) % 90 for i in range(23)]
@@ -27,19 +20,7 @@ PROMPT = [(7 * i + 3) % 90 for i in range(23)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -50,34 +31,11 @@ def expected(folder: Path) -> torch.Tensor:
         return torch.log_softmax(model(torch.tensor([PROMPT])).logits[0], dim=-1)
 
 
-class Runs:
-    """An engine over the tiny model, small budgets and a prefix cache."""
-
-    def __init__(self, folder: Path, **scheduler: Any) -> None:
-        loaded = load_model(folder, torch.float32, CPU, lambda *_: None)
-        options = {
-            "block_size": BLOCK_SIZE,
-            "prefix_eviction": make_eviction_policy("lru", 64),
-            **scheduler,
-        }
-        self.scheduler = make_scheduler(**options)
-        runner = ModelRunner(
-            loaded.model, make_kv_cache(loaded.config.kv_layout, self.scheduler), CPU
-        )
-        limits = EngineLimits(loaded.config.vocab_size, 200, frozenset())
-        self.engine = Engine(self.scheduler, runner, limits)
+class Runs(TinyEngine):
+    """An engine that is asked about the prompt of these tests unless told otherwise."""
 
     def add(self, seq_id: int, prompt: list[int] = PROMPT, **sampling: Any) -> None:
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 2, **sampling})
-        self.engine.add(AddSequence(seq_id, list(prompt), len(prompt), params))
-
-    def run(self) -> dict[int, list[StepOutput]]:
-        outputs: dict[int, list[StepOutput]] = {}
-        while self.engine.has_unfinished:
-            for output in self.engine.step():
-                outputs.setdefault(output.seq_id, []).append(output)
-            self.scheduler.check_integrity()
-        return outputs
+        super().add(seq_id, prompt, **sampling)
 
 
 def assert_scores(scores: tuple[SampledToken, ...], expected: torch.Tensor, top: int) -> None:

@@ -1,14 +1,74 @@
 """The TypeScript SDK: its own tests against a scripted server, its types, and what is published."""
 
 import json
+import re
+import tarfile
 from pathlib import Path
 
+import pytest
 from typescript_sdk import FOLDER, needs_node, run, run_vitest
 
 
 @needs_node
 def test_its_own_tests() -> None:
     run_vitest("tests/client.test.ts")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's project that has installed what `npm pack` makes."""
+    folder = tmp_path_factory.mktemp("user")
+    run("npm", "pack", "--silent", "--pack-destination", str(folder))
+    (archive,) = folder.glob("shoal-client-*.tgz")
+    target = folder / "node_modules" / "shoal-client"
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    target.parent.mkdir()
+    (folder / "package").rename(target)
+    (folder / "node_modules" / "@types").symlink_to(FOLDER / "node_modules" / "@types")
+    (folder / "node_modules" / "undici-types").symlink_to(FOLDER / "node_modules" / "undici-types")
+    (folder / "package.json").write_text('{"type": "module"}')
+    return folder
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("module", "resolution", "lib"),
+    [
+        ("node16", "node16", ["ES2022"]),  # Node: its own types, none of a browser
+        ("ES2022", "bundler", ["ES2022", "DOM", "DOM.Iterable", "DOM.AsyncIterable"]),
+    ],
+)
+def test_the_readmes_examples_compile_in_a_users_project(
+    published: Path, module: str, resolution: str, lib: list[str]
+) -> None:
+    examples = re.findall(r"```ts\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
+    assert examples
+    for idx, example in enumerate(examples):
+        (published / f"example{idx}.ts").write_text(example)
+    options = {
+        "module": module,
+        "moduleResolution": resolution,
+        "lib": lib,
+        "target": "ES2022",
+        "types": ["node"],
+        "strict": True,
+        "noEmit": True,
+        "skipLibCheck": False,
+    }
+    settings = published / "tsconfig.json"
+    settings.write_text(json.dumps({"compilerOptions": options, "include": ["example*.ts"]}))
+    run("node_modules/.bin/tsc", "-p", str(settings))
+
+
+@needs_node
+def test_the_package_is_imported_by_its_name(published: Path) -> None:
+    script = published / "use.mjs"
+    script.write_text('import { Client } from "shoal-client"; console.log(typeof Client);')
+    assert run("node", str(script)).strip() == "function"
+    names = {path.name for path in (published / "node_modules" / "shoal-client").iterdir()}
+    assert {"dist", "src", "README.md", "LICENSE", "package.json"} <= names
+    assert "tests" not in names
 
 
 @needs_node
