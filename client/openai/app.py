@@ -191,7 +191,7 @@ class Shim:
     async def _complete(
         self, request: Request, body: GenerationBody, prompts: list[Prompt], make_wire: Any
     ) -> Response:
-        answer_wire = make_wire(body.model, body.include_usage)
+        answer_wire = make_wire(body.model, body.include_usage, body.continuous_usage)
         task = Task(body.model, prompts, body.sampling(), body.streams, body.echoes)
         return await self.generate(request, task, answer_wire)
 

@@ -70,6 +70,7 @@ class ChoiceDelta:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # deltas, as on the wire
     reasoning: str = ""  # what the model thought, before its answer
     embedding: bytes = b""  # of the prompt: float32, little-endian
+    usage: Usage = Usage()  # of the choice, so far
 
 
 @dataclass(slots=True)
@@ -104,7 +105,15 @@ class ChoiceState:
         if self.logprobs is not None:
             entries = self.reader.read(delta.prompt_logprobs) + self.reader.read(delta.logprobs)
             self.logprobs += entries
-        return ChoiceDelta(index, delta.text, delta.finish_reason, entries, calls, delta.reasoning)
+        return ChoiceDelta(
+            index,
+            delta.text,
+            delta.finish_reason,
+            entries,
+            calls,
+            delta.reasoning,
+            usage=self.usage,
+        )
 
     @property
     def usage(self) -> Usage:

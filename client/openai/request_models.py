@@ -72,6 +72,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk
     include_obfuscation: bool | None = None
 
 
@@ -160,6 +161,12 @@ class GenerationBody(LabelledBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream is to have the usage so far."""
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that were given, null ones left out."""
@@ -277,7 +284,15 @@ def _check_stream_options(body: GenerationBody) -> None:
         raise ShoalError(
             "stream_options is only allowed with stream set to true.", 400, None, "stream_options"
         )
-    if body.stream_options is not None and body.stream_options.include_obfuscation:
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise ShoalError(
+            "stream_options.continuous_usage_stats needs include_usage set to true.",
+            400,
+            None,
+            "stream_options.continuous_usage_stats",
+        )
+    if options is not None and options.include_obfuscation:
         raise ShoalError(
             "stream_options.include_obfuscation is not supported. Leave it out or set it to false.",
             400,
@@ -325,6 +340,7 @@ EXPECTED_TYPES = {
     "stream": _FLAG,
     "stream_options": "must be an object",
     "stream_options.include_usage": _FLAG,
+    "stream_options.continuous_usage_stats": _FLAG,
     "stream_options.include_obfuscation": _FLAG,
     "temperature": _NUMBER,
     "top_p": _NUMBER,

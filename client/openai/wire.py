@@ -50,8 +50,15 @@ def error_headers(error: ShoalError) -> dict[str, str]:
 class AnswerWire(Protocol):
     """Formats the answer to one request: whole, or its events in order."""
 
+    def _running_usage(self, index: int) -> dict[str, Any] | None:
+        if not self.continuous_usage:
+            return None
+        return usage_body(self._usage_of.get(index, Usage()))
+
     def text_event(self, index: int, text: str) -> bytes:
         """The event of new text and nothing else: all but the text is encoded once a choice."""
+        if self.continuous_usage:
+            return self.event(self.text_choice(index, text))
         around = self._around_text.get(index)
         if around is None:
             mark = f"text of {self.id}"
@@ -80,9 +87,11 @@ class Wire:
 
     model: str
     include_usage: bool = False
+    continuous_usage: bool = False  # in every chunk: its choice's, so far
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
     _around_text: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
+    _usage_of: dict[int, Usage] = field(default_factory=dict, repr=False)  # by choice
 
     chunk_object = ""
     body_object = ""
@@ -106,11 +115,18 @@ class Wire:
     def event(self, choice: dict[str, Any]) -> bytes:
         body = {**self.head(self.chunk_object), "choices": [choice]}
         if self.include_usage:
-            body["usage"] = None
+            body["usage"] = self._running_usage(choice["index"])
         return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def _running_usage(self, index: int) -> dict[str, Any] | None:
+        if not self.continuous_usage:
+            return None
+        return usage_body(self._usage_of.get(index, Usage()))
 
     def text_event(self, index: int, text: str) -> bytes:
         """The event of new text and nothing else: all but the text is encoded once a choice."""
+        if self.continuous_usage:
+            return self.event(self.text_choice(index, text))
         around = self._around_text.get(index)
         if around is None:
             mark = f"text of {self.id}"
@@ -167,6 +183,7 @@ class ChatWire(Wire):
 
     def delta_events(self, delta: ChoiceDelta) -> bytes:
         index, entries = delta.index, delta.logprobs
+        self._usage_of[index] = delta.usage
         events = b""
         if delta.reasoning:
             events += self._delta(index, {"reasoning_content": delta.reasoning})
@@ -225,6 +242,7 @@ class CompletionWire(Wire):
     def delta_events(self, delta: ChoiceDelta) -> bytes:
         if not delta.text and not delta.logprobs and delta.finish_reason is None:
             return b""
+        self._usage_of[delta.index] = delta.usage
         if delta.logprobs is None and delta.finish_reason is None:
             return self.text_event(delta.index, delta.text)
         return self.event(self.choice(delta))
@@ -233,9 +251,9 @@ class CompletionWire(Wire):
         return self.choice(ChoiceDelta(index, text, None))
 
 
-def chat_wire(model: str, include_usage: bool) -> Wire:
-    return ChatWire(model, include_usage, id=f"chatcmpl-{uuid.uuid4().hex}")
+def chat_wire(model: str, include_usage: bool, continuous_usage: bool = False) -> Wire:
+    return ChatWire(model, include_usage, continuous_usage, id=f"chatcmpl-{uuid.uuid4().hex}")
 
 
-def completion_wire(model: str, include_usage: bool) -> Wire:
-    return CompletionWire(model, include_usage, id=f"cmpl-{uuid.uuid4().hex}")
+def completion_wire(model: str, include_usage: bool, continuous_usage: bool = False) -> Wire:
+    return CompletionWire(model, include_usage, continuous_usage, id=f"cmpl-{uuid.uuid4().hex}")

@@ -144,7 +144,8 @@ def aiperf(served: Served, environment: dict[str, str]) -> int:
                 *("--extra-inputs", "ignore_eos:true") * (kind in ("chat", "completions")),
                 *("--output-artifact-dir", str(target), "--ui", "simple"),
             ]
-            if code := call(command, environment, folder):
+            # Offline it takes a path for a name in its cache.
+            if code := call(command, environment | {"HF_HUB_OFFLINE": ""}, folder):
                 return code
             (path,) = target.rglob("profile_export_aiperf.json")
             measured = json.loads(path.read_text())

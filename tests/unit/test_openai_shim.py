@@ -177,6 +177,20 @@ def test_usage_only_in_one_last_chunk(http: httpx.Client, path: str) -> None:
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_usage_in_every_chunk_where_it_is_wished(http: httpx.Client, path: str) -> None:
+    make = chat if path == CHAT else completion
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(http, path, make(stream=True, max_tokens=3, stream_options=options))[:-1]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-2:] == [3, 3]
+    assert chunks[-2]["usage"] == chunks[-1]["usage"]
+    alone = make(stream=True, stream_options={"continuous_usage_stats": True})
+    error = http.post(path, json=alone).json()["error"]
+    assert error["param"] == "stream_options.continuous_usage_stats"
+
+
 @pytest.mark.parametrize("options", [{}, None, {"include_usage": False}, {"include_usage": None}])
 def test_no_usage_unless_asked(http: httpx.Client, options: Any) -> None:
     chunks = events(http, CHAT, chat(stream=True, stream_options=options))[:-1]

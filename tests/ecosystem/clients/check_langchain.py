@@ -75,7 +75,8 @@ def test_bind_tools(chat: ChatOpenAI, choice: str) -> None:
     assert isinstance(answer, AIMessage)
     if choice == "auto":
         return
-    (call,) = answer.tool_calls
+    assert len(answer.tool_calls) == 1, answer
+    call = answer.tool_calls[0]
     assert call["name"] == "get_weather"
     result = get_weather.invoke(call)
     assert isinstance(result, ToolMessage)
@@ -88,12 +89,6 @@ def test_bind_tools(chat: ChatOpenAI, choice: str) -> None:
     assert [(item["name"], item["args"]) for item in whole.tool_calls] == [
         (call["name"], call["args"])
     ]
-
-
-def test_json_mode(chat: ChatOpenAI) -> None:
-    """A small model may go on and on in a JSON object, so this one may end early."""
-    raw = chat.bind(response_format={"type": "json_object"}).invoke("The capital of France?")
-    assert raw.text.lstrip().startswith("{")
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
@@ -111,8 +106,8 @@ def test_responses_api(options: dict[str, Any]) -> None:
     assert after.text
     streamed = "".join(chunk.text for chunk in chat.stream(QUESTION))
     assert streamed == first.text
-    (call,) = chat.bind_tools([get_weather], tool_choice="any").invoke("Weather?").tool_calls
-    assert call["name"] == "get_weather"
+    called = chat.bind_tools([get_weather], tool_choice="any").invoke("Weather in Paris?")
+    assert [call["name"] for call in called.tool_calls] == ["get_weather"], called
     following = ChatOpenAI(
         **options, max_tokens=16, use_responses_api=True, use_previous_response_id=True
     )
