@@ -69,8 +69,8 @@ def test_a_conversation_goes_on(chat: ChatOpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["any", "get_weather", "auto"])
 def test_bind_tools(chat: ChatOpenAI, choice: str) -> None:
-    bound = chat.bind_tools([get_weather], tool_choice=choice)
-    question = HumanMessage("Use the tool: how is the weather in Paris?")
+    bound = chat.bind_tools([get_weather], tool_choice=choice, strict=True)
+    question = HumanMessage("Weather in Paris?")
     answer = bound.invoke([question])
     assert isinstance(answer, AIMessage)
     if choice == "auto":
