@@ -51,6 +51,26 @@ def check_company_changes_no_bit(
     assert torch.equal(torch.cat(parts[::-1]), alone)
 
 
+def check_shared_tasks_change_no_bit(
+    native: NativeLibrary,
+    dtype: torch.dtype,
+    window: int | None,
+    stored: torch.dtype | None = None,
+) -> None:
+    """Many sequences, whose key/value heads share tasks, and each one alone."""
+    for heads, head_dim in (((9, 3), 64), ((8, 8), 40), ((20, 10), 32)):
+        lengths = [70, 200, 65, 1, 1100, 64]
+        context = Context(lengths, dtype, heads, head_dim, window=window, stored=stored)
+        ranges = [(idx, length - 1, length) for idx, length in enumerate(lengths)]
+        ranges += [*MIXED, (1, 190, 194), (4, 700, 703), (4, 511, 512), (4, 512, 513)]
+        with num_threads(2):
+            alone = torch.cat([context.native(native, part) for part in ranges])
+        for count in (1, 2, 3):
+            with num_threads(count):
+                assert torch.equal(context.native(native, *ranges), alone), (heads, count)
+        torch.testing.assert_close(alone.float(), context.reference(*ranges), **TOLERANCE[dtype])
+
+
 def check_split_tasks_change_no_bit(
     native: NativeLibrary,
     dtype: torch.dtype,

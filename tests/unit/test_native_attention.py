@@ -87,6 +87,15 @@ def test_company_changes_no_bit(
     native_attention.check_company_changes_no_bit(native, dtype, window)
 
 
+@pytest.mark.parametrize("window", [None, 40, 600])
+@pytest.mark.parametrize("is_8_bit", [False, True])
+def test_shared_tasks_change_no_bit(
+    native: NativeLibrary, dtype: torch.dtype, window: int | None, is_8_bit: bool
+) -> None:
+    stored = torch.int8 if is_8_bit else None
+    native_attention.check_shared_tasks_change_no_bit(native, dtype, window, stored)
+
+
 def test_neighbour_with_nan_changes_nothing(native: NativeLibrary, dtype: torch.dtype) -> None:
     context = Context([70, 80], dtype)
     clean = context.native(native, (0, 69, 70), (1, 79, 80))

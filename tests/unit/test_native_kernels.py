@@ -336,6 +336,7 @@ class TestBuild:
                 native_attention.check_decodes_equal_the_prefill(narrow, dtype, window)
                 native_attention.check_company_changes_no_bit(narrow, dtype, window)
             native_attention.check_split_tasks_change_no_bit(narrow, dtype, None)
+            native_attention.check_shared_tasks_change_no_bit(narrow, dtype, 40)
             for stored in SCALED_DTYPES:
                 check = native_attention.check_close_to_reference
                 check(narrow, dtype, None, None, 64, (9, 3), stored)

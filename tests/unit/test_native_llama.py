@@ -1,5 +1,6 @@
 """The whole model on the native kernels: close to the reference, and the same bits always."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from native_checks import (
     in_chunks,
     random_ids,
 )
-from paged_runs import make_cache, make_paged_sequence, run_step
+from paged_runs import BLOCK_SIZE, make_cache, make_paged_sequence, run_step
 from tiny_checkpoint import write_tiny_checkpoint
 
 from shoal.backend.engine_builder import build_engine, choose_kernels
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.model_runner import build_forward_batch
 from shoal.backend.models.native_decoder import NativeDecoder
 from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary, load_native
+from shoal.kernels.native_plan import OpKind
+from shoal.scheduler.outputs import ScheduledSequence
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {"num_key_value_heads": 2, "tie_word_embeddings": False},
@@ -64,6 +68,50 @@ def test_tiny_model_is_invariant(
 ) -> None:
     folder = write_tiny_checkpoint(tmp_path / "tiny", **VARIANTS[variant])
     check_invariance(NativeDecoder(load_model(folder, dtype).model, native), range(1, 45))
+
+
+@pytest.mark.parametrize("vocab_size", [128, 131])
+def test_many_rows_of_logits_equal_few(
+    tmp_path: Path, native: NativeLibrary, dtype: torch.dtype, vocab_size: int
+) -> None:
+    """Many are stored past the caches, where the rows' ends allow it."""
+    folder = write_tiny_checkpoint(tmp_path / "tiny", vocab_size=vocab_size)
+    model = NativeDecoder(load_model(folder, dtype).model, native)
+    ids = random_ids(33, vocab_size)
+    kv = make_cache(model)
+    many = run_step(model, kv, (make_paged_sequence(ids, BLOCKS), 33), all_rows=True)
+    few = make_paged_sequence(ids, BLOCKS)
+    for first in range(0, 33, 3):
+        rows = run_step(model, kv, (few, 3), all_rows=True)
+        assert torch.equal(rows, many[first : first + 3])
+
+
+def test_spent_logits_are_written_over(tmp_path: Path, native: NativeLibrary) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    model = NativeDecoder(load_model(folder, torch.float32).model, native)
+    vocab_size = model.config.vocab_size
+    sequence = make_paged_sequence(random_ids(5, vocab_size), BLOCKS)
+    batch = build_forward_batch([ScheduledSequence(sequence, 5)], BLOCK_SIZE, model.device)
+    kv = make_cache(model)
+    expected = model.forward(batch, kv)
+    for num_rows, is_enough in ((2, True), (1, True), (0, False)):
+        spent = torch.full((num_rows, vocab_size), torch.nan)
+        logits = model.forward(replace(batch, spent_logits=spent), kv)
+        assert torch.equal(logits, expected)
+        assert (logits.data_ptr() == spent.data_ptr()) == is_enough
+
+
+def test_operations_are_timed(tmp_path: Path, native: NativeLibrary) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    model = NativeDecoder(load_model(folder, torch.float32).model, native)
+    model.plan.start_timing()
+    in_chunks(model, random_ids(5, model.config.vocab_size), 5)
+    times = model.plan.op_times()
+    kinds = [op.kind for op in times]
+    assert kinds.count(OpKind.ATTENTION) == model.config.num_layers
+    assert kinds[-1] is OpKind.LOGITS
+    assert times[-1].n == model.config.vocab_size
+    assert all(op.seconds > 0 for op in times if op.kind is OpKind.LINEAR)
 
 
 def test_real_smollm2_is_invariant(smollm2: NativeDecoder) -> None:
