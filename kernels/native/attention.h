@@ -402,6 +402,7 @@ class Attention {
     if (first > 0 || count < kSpan) {
       std::fill_n(keys_, kSpan, scratch_.zeros.data());
       std::fill_n(values_, kSpan, scratch_.zeros.data());
+      std::fill_n(value_scales_, kSpan, 0.0f);  // a NaN left from before would make one of weight 0
     }
     find_slots(task_, start + first, count - first, [&](int64_t i, int64_t slot) {
       const int64_t index = slot * shape_.heads.num_kv_heads + kv_head;
