@@ -1,5 +1,6 @@
 """From a decoded request to a validated prompt: whatever a client may get wrong ends here."""
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -113,8 +114,17 @@ class Intake:
 
     def prepare(self, raw: RawRequest) -> PreparedRequest:
         """Validate, apply the chat template, tokenise, fill in max_tokens and seed."""
-        source = prompt_source(raw)
         values, metadata = _parameters(raw)
+        names = [name for name in _OTHER_NAMES if values.get(name) is not None]
+        try:
+            return self._prepare(raw, values, metadata)
+        except RequestError as error:
+            raise (_renamed(error, names[0]) if names else error) from None
+
+    def _prepare(
+        self, raw: RawRequest, values: dict[str, Any], metadata: dict[str, ParameterValue]
+    ) -> PreparedRequest:
+        source = prompt_source(raw)
         use = ChatUse.take(values, source)
         sampling = self._sampling(values, use.tool_use)
         echo_input = _echo_input(raw, source)
@@ -250,11 +260,19 @@ def _echo_input(raw: RawRequest, source: str) -> bool:
 
 
 _MAX_TOKENS_ALIASES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens"})
+_OTHER_NAMES = ("max_completion_tokens", "max_new_tokens")  # the first that is given counts
 _FIELD_NAMES = (
     frozenset(item.name for item in fields(SamplingParams))
     | _MAX_TOKENS_ALIASES
     | {"response_format", "guided_choice", *TOOL_FIELDS, *TEMPLATE_FIELDS}
 )
+
+
+def _renamed(error: RequestError, name: str) -> RequestError:
+    """The error of max_tokens by the name that the client gave it."""
+    message = re.sub(r"\bmax_tokens\b", name, error.message)
+    param = name if error.param == "max_tokens" else error.param
+    return replace(error, message=message, param=param)
 
 
 def _check_nothing_left(values: dict[str, Any]) -> None:

@@ -161,9 +161,11 @@ def _check_float(name: str, value: Any, low: float, high: float, low_open: bool 
 def _check_int(name: str, value: Any, low: int, high: int, optional: bool = False) -> None:
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
+    # A whole number beyond 64 bits comes out of JSON as a float.
+    is_huge = isinstance(value, float) and abs(value) > MAX_SEED
+    if isinstance(value, bool) or not (isinstance(value, int) or is_huge):
         raise RequestError(f"{name} must be a whole number.", param=name, code="invalid_type")
-    if not low <= value <= high:
+    if is_huge or not low <= value <= high:
         raise RequestError(f"{name} must be in [{low}, {high}].", param=name)
 
 

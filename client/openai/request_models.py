@@ -351,7 +351,7 @@ EXPECTED_TYPES = {
     "frequency_penalty": _NUMBER,
     "repetition_penalty": _NUMBER,
     "logit_bias": "must be an object from token id to number",
-    "seed": _WHOLE,
+    "seed": "must be a whole number of 64 bits",
     "stop": "must be a string or a list of strings",
     "stop_token_ids": "must be a list of whole numbers",
     "response_format": "must be an object with a type",

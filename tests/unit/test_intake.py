@@ -151,7 +151,7 @@ def test_prompt_over_the_context_is_refused_without_tokenising_it(
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_new_tokens"])
 def test_max_tokens_beyond_the_context_names_the_range(name: str) -> None:
     error = refused(input_ids=[1] * 100, sampling_parameters=json.dumps({name: 29}))
-    assert error.param == "max_tokens"
+    assert error.param == name
     assert "at most 28" in str(error)
     request = prepare(input_ids=[1] * 100, sampling_parameters=json.dumps({name: 28}))
     assert request.sampling.max_tokens == 28
@@ -389,3 +389,25 @@ def test_no_tokens_are_for_scoring_a_prompt_only() -> None:
     assert scored.sampling.max_tokens == 0
     text = '{"prompt_logprobs": 1, "n": 2}'
     assert refused(text_input="hi", sampling_parameters=text).param == "n"
+
+
+@pytest.mark.parametrize("name", ["max_completion_tokens", "max_new_tokens", "max_tokens"])
+@pytest.mark.parametrize("fields", [{}, {"min_tokens": 3}])
+@pytest.mark.parametrize("value", [0, 1, 10**6, 2**31, 2**70])
+def test_what_is_wrong_with_max_tokens_is_said_by_the_name_it_has(
+    name: str, fields: dict[str, Any], value: int
+) -> None:
+    if value == 1 and not fields:
+        return
+    sampling = json.dumps({name: value, **fields})
+    with pytest.raises(RequestError) as caught:
+        INTAKE.prepare(RawRequest(text_input="a", sampling_parameters=sampling))
+    assert caught.value.param == ("min_tokens" if value == 1 else name)
+    assert name in caught.value.message
+    assert name == "max_tokens" or "max_tokens" not in caught.value.message
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 2**64, 2**90])
+def test_a_number_beyond_its_range_is_told_the_range(seed: int) -> None:
+    with pytest.raises(RequestError, match=r"seed must be in \[-"):
+        INTAKE.prepare(RawRequest(text_input="a", sampling_parameters=json.dumps({"seed": seed})))
