@@ -44,7 +44,7 @@ def plot_model(
         _rooflines(grid[0][column], table, bits, rooflines)
         grid[0][column].set_title(bits)
         grid[-1][column].set_xlabel("streams")
-    grid[0][0].legend(fontsize="small")
+    grid[0][0].legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
