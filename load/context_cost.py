@@ -40,13 +40,16 @@ class Line:
     start: float
     slope: float
     largest_deviation: float  # of a measurement, as a share of the line
+    explained: float  # share of the variance of the times (R²)
 
     @classmethod
     def fit(cls, times: list[float]) -> "Line":
         contexts = np.array(CONTEXTS) / 1000
         slope, start = np.polyfit(contexts, times, 1, w=1 / np.array(times))
         line = start + slope * contexts
-        return cls(start, slope, float(np.abs(np.array(times) / line - 1).max()))
+        residual = float(np.square(np.array(times) - line).sum())
+        explained = 1 - residual / float(np.square(np.array(times) - np.mean(times)).sum())
+        return cls(start, slope, float(np.abs(np.array(times) / line - 1).max()), explained)
 
 
 def measure(model: NativeDecoder, rounds: int) -> dict[str, list[float]]:
@@ -116,12 +119,12 @@ def main() -> None:
         f"{os.getloadavg()[0]:.1f} after, on {num_usable_cpus()} cores.",
         "",
         f"| KV cache | {' | '.join(f'{context:,}' for context in CONTEXTS)} | line "
-        "| largest deviation |",
-        "|---" * (len(CONTEXTS) + 3) + "|",
+        "| largest deviation | R² |",
+        "|---" * (len(CONTEXTS) + 4) + "|",
         *(
             f"| {name} | {' | '.join(f'{value:.1f}' for value in times)} "
             f"| {lines[name].start:.1f} + {lines[name].slope:.2f} per 1,000 tokens "
-            f"| {lines[name].largest_deviation:.0%} |"
+            f"| {lines[name].largest_deviation:.0%} | {lines[name].explained:.3f} |"
             for name, times in best.items()
         ),
         "",

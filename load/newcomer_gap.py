@@ -22,7 +22,8 @@ from shoal.load.report import markdown_table
 from shoal.load.scheduler_cost import cpu_name
 
 NUM_STREAMS = 16
-STREAM_TEXT = "Once upon a time, in a village by the sea, there lived a fisherman. " * 6
+# Every token of the answer to this has text, and so an event: none is an end mark, which has none.
+STREAM_TEXT = "0. " + "Once upon a time, in a village by the sea, there lived a fisherman. " * 6
 NUM_NEWCOMER_TOKENS = 2048
 NUM_NEWCOMER_OUTPUTS = 8
 EVENTS_BEFORE = 60  # that each stream has when the long prompt comes
@@ -68,8 +69,7 @@ class Round:
 async def _one_round(client: LiveClient, num_outputs: int) -> Round:
     client.restart()
     streams = [
-        client.begin(LiveRequest(0.0, 0, num_outputs, text=f"{i}. {STREAM_TEXT}"))
-        for i in range(NUM_STREAMS)
+        client.begin(LiveRequest(0.0, 0, num_outputs, text=STREAM_TEXT)) for _ in range(NUM_STREAMS)
     ]
     while any(len(r.token_times) < EVENTS_BEFORE and not task.done() for r, task in streams):
         await asyncio.sleep(0.01)
