@@ -80,7 +80,7 @@ def real_lines(port: int, flags: list[str]) -> list[str]:
         run_client("http", openai_port, WARM_UP)
         run = run_client("http", openai_port, REAL)
     alone = run_module("shoal.load.path_engine")
-    share = run.result.tokens_per_s / alone.tokens_per_s
+    change = run.result.tokens_per_s / alone.tokens_per_s - 1
     return [
         *cost_table(
             "CPU µs a token", {"SmolLM2-135M bf16, 32 × (128 + 128)": run}, lambda r: r.num_tokens
@@ -88,8 +88,7 @@ def real_lines(port: int, flags: list[str]) -> list[str]:
         "",
         f"The engine alone gives {alone.tokens_per_s:.0f} tokens/s at that load "
         f"({1e6 * alone.cpu_s / alone.num_tokens:.0f} CPU µs a token); over Triton and the OpenAI",
-        f"endpoint, the client beside it, {run.result.tokens_per_s:.0f}: {100 * (1 - share):.1f} % "
-        "less.",
+        f"endpoint, the client beside it, {run.result.tokens_per_s:.0f}: {100 * change:+.1f} %.",
         "",
     ]
 
