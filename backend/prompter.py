@@ -15,6 +15,7 @@ from shoal.backend.raw_request import (
 )
 from shoal.backend.text.chat_messages import ImagePart, parse_messages
 from shoal.backend.text.chat_template import ChatTemplate
+from shoal.backend.text.template_options import FIELDS as TEMPLATE_FIELDS
 from shoal.backend.text.template_options import TemplateOptions, take_template_options
 from shoal.backend.text.tokenizer import Tokenizer
 from shoal.backend.text.tools import ToolUse, take_tools
@@ -36,15 +37,12 @@ class ChatUse:
     @classmethod
     def take(cls, values: dict[str, Any], source: str) -> "ChatUse":
         """Remove these fields from ``values``. Raises RequestError, naming the field."""
+        given = [name for name in TEMPLATE_FIELDS if values.get(name) is not None]
         tool_use, options = take_tools(values), take_template_options(values)
         if source != "messages" and tool_use is not None:
             raise RequestError("tools need messages.", param="tools")
         if source != "messages" and options != TemplateOptions():
-            raise RequestError(
-                "add_generation_prompt, continue_final_message and chat_template_kwargs need "
-                "messages.",
-                param="chat_template_kwargs",
-            )
+            raise RequestError(f"{' and '.join(given)} need messages.", param=given[0])
         return cls(tool_use, options)
 
 

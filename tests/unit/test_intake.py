@@ -27,6 +27,7 @@ def make_intake(
 
 
 INTAKE = make_intake()
+TOKENIZER = make_tokenizer()
 CHAT = '[{"role": "user", "content": "hi"}]'
 
 
@@ -411,3 +412,32 @@ def test_what_is_wrong_with_max_tokens_is_said_by_the_name_it_has(
 def test_a_number_beyond_its_range_is_told_the_range(seed: int) -> None:
     with pytest.raises(RequestError, match=r"seed must be in \[-"):
         INTAKE.prepare(RawRequest(text_input="a", sampling_parameters=json.dumps({"seed": seed})))
+
+
+WRONG: list[Any] = [None, True, -1, 1.5, 2**70, "x", [None], [[1]], [{}], {"a": 1}, {"type": []}]
+WRONG += [{"type": "json_schema", "json_schema": {"schema": {"type": 5}}}, {"pattern": []}]
+WRONG += [[{"type": "function", "function": {"name": "a", "parameters": {"required": [[]]}}}]]
+FIELDS = [field.name for field in fields(SamplingParams)]
+FIELDS += ["max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "guided_choice"]
+FIELDS += ["response_format", "guided_json", "guided_regex", "guided_grammar", "stop"]
+FIELDS += ["add_generation_prompt", "continue_final_message", "chat_template_kwargs"]
+
+
+@pytest.mark.parametrize("source", [{"text_input": "a"}, {"messages": CHAT}])
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_of_any_type_is_taken_or_named(name: str, source: dict[str, str]) -> None:
+    intake = Intake(TOKENIZER, ChatTemplate.from_tokenizer(TOKENIZER), 4096, VOCAB_SIZE)
+    for value in WRONG:
+        request = RawRequest(**source, sampling_parameters=json.dumps({name: value}))
+        error = _refusal_of(intake, request)
+        assert error is None or (error.param or "").startswith(name), (value, error)
+        assert error is None or error.status == 400
+
+
+def _refusal_of(intake: Intake, request: RawRequest) -> RequestError | None:
+    """Anything else that is raised is a fault of ours."""
+    try:
+        intake.prepare(request)
+    except RequestError as error:
+        return error
+    return None
