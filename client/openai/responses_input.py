@@ -15,8 +15,15 @@ SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "seed",
     "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "logit_bias",
+    "kv_policy",
+    "kv_budget",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -58,8 +65,15 @@ class ResponsesBody(LabelledBody):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    kv_policy: str | None = None
+    kv_budget: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -246,6 +246,21 @@ def test_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str)
     assert answer.json()["error"]["param"] == param
 
 
+def test_sampling_beyond_openais_is_that_of_chats(http: httpx.Client, model: FakeModel) -> None:
+    fields = {
+        "min_p": 0.1,
+        "typical_p": 0.9,
+        "stop": None,
+        "stop_token_ids": [3],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "logit_bias": {"5": 1.0},
+    }
+    assert http.post(PATH, json=body(**fields)).status_code == 200
+    sent = json.loads(model.requests[-1].inputs["sampling_parameters"])
+    assert {name: sent.get(name) for name in fields} == fields
+
+
 def test_pictures_and_refusals_are_parts_of_a_turn(http: httpx.Client, model: FakeModel) -> None:
     look = [
         {"type": "input_text", "text": "a"},
