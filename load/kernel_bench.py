@@ -35,6 +35,7 @@ from shoal.scheduler.outputs import ScheduledSequence
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import Sequence
 
+QUANTIZATIONS = ("none", "int8", "int4")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK_SIZE = 16
 CONTEXT = 192
@@ -148,9 +149,7 @@ def step_rows(library: NativeLibrary, weights: Path, rounds: int) -> list[str]:
         assert isinstance(model, Decoder), "the native kernels run no other"
         native = NativeDecoder(model, library)
         cache = make_cache(native.config, dtype)
-        cases = [(f"decode, {n} sequences", n, CONTEXT + 1, 1) for n in DECODE_BATCHES]
-        cases.append((f"prefill {PREFILL}", 1, PREFILL, PREFILL))
-        for case, num_seqs, context, new_tokens in cases:
+        for case, num_seqs, context, new_tokens in step_cases():
             batch = make_batch(num_seqs, context, new_tokens)
             result = compare(
                 partial(reference.forward, batch, cache),
@@ -165,6 +164,38 @@ def step_rows(library: NativeLibrary, weights: Path, rounds: int) -> list[str]:
             )
             print(rows[-1], flush=True)
         gc.collect()
+    return rows
+
+
+def step_cases() -> list[tuple[str, int, int, int]]:
+    """Name, sequences, context and new tokens of each."""
+    cases = [(f"decode, {n} sequences", n, CONTEXT + 1, 1) for n in DECODE_BATCHES]
+    return [*cases, (f"prefill {PREFILL}", 1, PREFILL, PREFILL)]
+
+
+def quantized_rows(library: NativeLibrary, weights: Path, rounds: int) -> list[str]:
+    """Native steps with weights of each format, in turns: medians by the clock."""
+    dtype = torch.bfloat16
+    natives = []
+    for name in QUANTIZATIONS:
+        model = load_model(weights, dtype, quantization=name).model
+        assert isinstance(model, Decoder), "the native kernels run no other"
+        natives.append(NativeDecoder(model, library))
+    cache = make_cache(natives[0].config, dtype)
+    rows = []
+    for case, num_seqs, context, new_tokens in step_cases():
+        batch = make_batch(num_seqs, context, new_tokens)
+        times: list[list[float]] = [[] for _ in natives]
+        for idx in range(rounds + 1):
+            for native, found in zip(natives, times, strict=True):
+                seconds = timed(partial(native.forward, batch, cache))
+                if idx:
+                    found.append(seconds)
+        medians = [statistics.median(found) for found in times]
+        cells = [f"{value * 1e3:.1f}" for value in medians]
+        cells += [f"{medians[0] / value:.2f}" for value in medians[1:]]
+        rows.append(f"| {case} | {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -214,6 +245,12 @@ def main() -> None:
         "| ratio |",
         "|---|---|---|---|---|---|---|---|",
         *step_rows(library, resolve_weights(DEFAULT_MODEL), args.rounds),
+        "",
+        "## The same native steps with quantised weights",
+        "",
+        "| step | bf16 ms | int8 ms | int4 ms | bf16 / int8 | bf16 / int4 |",
+        "|---|---|---|---|---|---|",
+        *quantized_rows(library, resolve_weights(DEFAULT_MODEL), args.rounds),
         "",
         "## Products on one thread, weights from memory",
         "",

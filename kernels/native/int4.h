@@ -128,6 +128,7 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
   int64_t next_head = 0, g = 0;
   for (int64_t first = 0; first < k; first += width, states += sizeof(StateGroup)) {
     if (first == next_head) {
+      ahead.fetch(first / 8 + g);
       heads.read(panel, groups, g++, is_short);
       next_head += group;
     }
@@ -136,9 +137,10 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
     const char* source = words + first / 8 * 4 * kPanel;
     const int64_t num_octets = (std::min(width, k - first) + 7) / 8;
     if (num_octets == kStateGroup / 8)
-      int4_group<kRows, kStateGroup / 8>(a + first, a_stride, source, 0, ahead, first / 8, sums);
+      int4_group<kRows, kStateGroup / 8>(a + first, a_stride, source, 0, ahead, first / 8 + g, sums);
     else
-      int4_group<kRows, 0>(a + first, a_stride, source, num_octets, ahead, first / 8, sums);
+      int4_group<kRows, 0>(a + first, a_stride, source, num_octets, ahead, first / 8 + g,
+                             sums);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; row++) {
       float scale;

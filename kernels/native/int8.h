@@ -73,6 +73,7 @@ __attribute__((noinline)) void int8_rows(const char* a, int64_t a_stride, const 
       }
     }
   }
+  ahead.fetch(num_quads);
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) {

@@ -106,7 +106,9 @@ void linear_panel(const Linear& op, Epilogue epilogue, int64_t panel, const char
   const char* weight = static_cast<const char*>(op.weight) + panel * weight_stride;
   const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
   alignas(64) float sums[kTileRows * kPanel];
-  const int64_t num_tiles = tiles_of(count), num_steps = std::max<int64_t>(1, weight_stride / 128);
+  const int64_t num_tiles = tiles_of(count);
+  const int64_t num_steps =
+      std::max<int64_t>(1, fetch_steps(op.format, op.k, op.group, weight_stride / 128));
   int64_t tile = 0;
   for_tiles(count, [&](int64_t begin, int rows) {
     begin += first;

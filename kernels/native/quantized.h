@@ -35,6 +35,18 @@ int64_t row_bytes(Format format, int64_t k, int64_t group) {
   }
 }
 
+// How often a tile fetches ahead: once for each 128 bytes of a panel or less, as no line may be
+// left out.
+inline int64_t fetch_steps(Format format, int64_t k, int64_t group, int64_t dense_steps) {
+  switch (format) {
+    case Format::kInt8: return (k + 3) / 4 + 1;
+    case Format::kInt4:
+    case Format::kInt4Short: return (k + 7) / 8 + num_groups(k, group);
+    case Format::kFp8: return (k + 3) / 4;
+    default: return dense_steps;
+  }
+}
+
 template <class T>
 void prepare_row(Format format, const T* in, const int64_t* columns, int64_t k, int64_t group,
                  char* out) {
