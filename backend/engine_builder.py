@@ -18,7 +18,7 @@ from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_layout import KVLayout
 from shoal.backend.kv_sizing import KVSize, size_kv_cache
 from shoal.backend.kv_tiers import build_kv_tiers
-from shoal.backend.machine import available_memory, num_usable_cpus
+from shoal.backend.machine import available_memory, num_usable_cpus, return_freed_memory
 from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
 from shoal.backend.model_runner import Model, ModelRunner
@@ -210,7 +210,9 @@ def _on_kernels(model: ServedModel, native: NativeLibrary | None, progress: Prog
     if native is None or isinstance(model, TransformersModel):
         return model
     progress("packing weights", 0, 0)
-    return make_native(model, native)
+    packed = make_native(model, native)
+    return_freed_memory()
+    return packed
 
 
 def _load_vision(

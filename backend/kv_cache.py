@@ -1,11 +1,12 @@
 """The paged key/value cache: device memory in blocks, for all layers."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from shoal.backend.kv_layout import KVLayout
-from shoal.kernels.huge_pages import huge_empty
+from shoal.kernels.huge_pages import Arena
 from shoal.kernels.layer_cache import LayerCache, as_copyable, scale_bytes
 from shoal.scheduler.transfers import DeviceCopy
 
@@ -20,12 +21,6 @@ def bytes_per_block(layout: KVLayout, block_size: int, dtype: torch.dtype) -> tu
         )
         for group in range(len(layout.groups))
     )
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    if torch.device(device).type == "cpu":
-        return huge_empty(shape, dtype).zero_()
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class PagedKVCache:
@@ -49,11 +44,12 @@ class PagedKVCache:
         self.block_size = block_size
         self._storage: dict[int, torch.Tensor] = {}
         self._scales: dict[int, torch.Tensor] = {}
+        arena = Arena() if torch.device(device).type == "cpu" else None
         for idx, layer in enumerate(layout.layers):
             if layout.source_of[idx] != idx:
                 continue
             shape = (2, num_blocks[layout.group_of[idx]], block_size, layer.num_kv_heads)
-            self._storage[idx] = _zeros((*shape, layer.head_dim), dtype, device)
+            self._storage[idx] = _zeros((*shape, layer.head_dim), dtype, device, arena)
             if scale_bytes(dtype):
                 self._scales[idx] = torch.zeros(shape, device=device)
         # Views, made once.
@@ -101,3 +97,12 @@ class PagedKVCache:
         layers = self.layout.groups[group].layers
         parts = [as_copyable(self._storage[idx]) for idx in layers]
         return (*parts, *(self._scales[idx] for idx in layers if idx in self._scales))
+
+
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, arena: Arena | None
+) -> torch.Tensor:
+    """Layers lie one after another in the arena: in pages of their own each would waste some."""
+    if arena is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return arena.empty(math.prod(shape), dtype).view(shape).zero_()

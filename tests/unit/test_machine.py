@@ -37,3 +37,14 @@ def test_a_container_without_limits_has_none(cgroup):
     (cgroup / "memory.current").write_text("2000000\n")
     assert machine.num_usable_cpus() == len(os.sched_getaffinity(0))
     assert free_memory() > 2_000_000
+
+
+def test_what_is_freed_between_what_stays_goes_back_to_the_system():
+    process = psutil.Process()
+    pieces = [bytearray(64 * 1024) for _ in range(2000)]  # 131 MB in the allocator's heap
+    kept = pieces[::100]
+    del pieces
+    before = process.memory_info().rss
+    machine.return_freed_memory()
+    assert before - process.memory_info().rss > 60_000_000
+    assert len(kept) == 20
