@@ -42,7 +42,7 @@ MIB = 2**20
 WEIGHTS_FACTOR = 1.3
 EXTRA = 300 * MB
 STREAMS = 32
-LOADS = {"32 streams, 128 in": (128, 64), "32 streams, 1,024 in": (1024, 48)}  # tokens, requests
+LOADS = {"32 streams, 128 in": (128, 64), "32 streams, 1,024 in": (1024, 32)}  # tokens, requests
 NUM_OUTPUTS = 128
 # What a process is, by a word of its command line; the first that fits.
 _ROLES = (

@@ -39,11 +39,15 @@ def running(launch: Launch, port: int, log: Path) -> Iterator[int]:
             env=environment() | launch.environment,
             start_new_session=True,
         )
+    patience_s = STOP_TIMEOUT_S
     try:
         _wait_ready(process, f"http://127.0.0.1:{port}{launch.ready_path}", log)
         yield process.pid
+    except (SystemExit, KeyboardInterrupt):
+        patience_s = 0.0  # whoever ends us may not wait for a server that drains
+        raise
     finally:
-        _end(process)
+        _end(process, patience_s)
         _wait_free(port)
 
 
@@ -56,10 +60,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_TIMEOUT_S)
+        process.wait(patience_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from shoal.load.compare.client import (
 )
 from shoal.load.compare.contenders import (
     Contender,
+    Launch,
     MissingError,
     contenders,
     launch,
@@ -397,14 +401,27 @@ class TestContenders:
 
 class TestServers:
     def test_one_that_ends_at_once_is_an_error_with_its_last_words(self, tmp_path: Path) -> None:
-        from shoal.load.compare.contenders import Launch
-
         start = Launch(("sh", "-c", "echo no such model; exit 3"), "/health")
         with (
             pytest.raises(ServerError, match="no such model"),
             running(start, 1, tmp_path / "log"),
         ):
             pass
+
+    def test_ended_from_outside_it_ends_the_server_at_once(self, tmp_path: Path) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+        script = (
+            "import http.server as h, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            "h.SimpleHTTPRequestHandler.log_message = lambda *_: None;"
+            f"h.HTTPServer(('127.0.0.1', {port}), h.SimpleHTTPRequestHandler).serve_forever()"
+        )
+        start = Launch((sys.executable, "-c", script), "/")
+        with pytest.raises(SystemExit), running(start, port, tmp_path / "log") as pid:
+            sys.exit("from a signal")
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
     def test_what_a_shell_set_does_not_reach_a_server(
         self, monkeypatch: pytest.MonkeyPatch
