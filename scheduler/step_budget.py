@@ -14,7 +14,9 @@ _BESIDE_URGENT_SHARE = 1 / 16
 # many prompt tokens, or a prompt beside many decodes would never end.
 _LEAST_ROWS = 32
 _LEAST_PREFILL = 16
-_LEAST_ROWS_URGENT = 128
+# Products are about as fast a row with this many as with more: rows of a step where a prompt is
+# urgent, or more sequences wait for a first token than decode.
+_FULL_ROWS = 128
 _MOST_WAITING = 4.0  # that one decode is weighed against; an urgent one weighs as much
 
 
@@ -120,7 +122,9 @@ def _most_prefill(members: Many[Sequence], pace: StepPace, decode_stretch: float
     waiting = [s for s in members if s.num_runnable_tokens > 1 and s.urgency >= 0]
     weight = min(_MOST_WAITING, max(1.0, len(waiting) / len(decodes)))
     if any(s.urgency > 0 for s in waiting):
-        weight, least_rows = _MOST_WAITING, _LEAST_ROWS_URGENT
+        weight, least_rows = _MOST_WAITING, _FULL_ROWS
+    elif len(waiting) > len(decodes) and all(s.tpot_s is None for s in decodes):
+        least_rows = _FULL_ROWS
     usual = pace.seconds(len(decodes)) * (1 + (decode_stretch - 1) * weight)
     seconds = min(usual if s.tpot_s is None else s.tpot_s for s in decodes)
     prefills = [s for s in members if s.num_runnable_tokens > 1]

@@ -120,9 +120,16 @@ class TestStretch:
         assert sum(one.values()) == sum(several.values())
 
     def test_each_that_waits_weighs_as_much_as_one_that_decodes(self) -> None:
-        alone = self.BASE + self.DECODE * 4
-        assert self.seconds(self.share(4, 12, 2.0), 4) == pytest.approx(4 * alone, rel=0.15)
-        assert self.seconds(self.share(4, 400, 2.0), 4) == pytest.approx(5 * alone, rel=0.15)
+        alone = self.BASE + self.DECODE * 40
+        assert self.seconds(self.share(40, 120, 2.0), 40) == pytest.approx(4 * alone, rel=0.15)
+        assert self.seconds(self.share(40, 400, 2.0), 40) == pytest.approx(5 * alone, rel=0.15)
+
+    def test_a_burst_is_computed_in_full_rows_while_most_of_it_waits(self) -> None:
+        pace = make_pace(base=0.001, rate=0.001)
+        burst = [prefill(i, 128) for i in range(10, 14)]
+        for num_decodes, tpot_s, num_rows in ((3, None, 128), (4, None, 32), (3, 0.01, 32)):
+            members = [*(decode(i, tpot_s) for i in range(num_decodes)), *burst]
+            assert sum(share_budget(members, BUDGET, pace).values()) == num_rows
 
     def test_rows_stay_enough_for_one_reading_of_the_weights(self) -> None:
         assert sum(self.share(1, 1, 1.0).values()) == 32
