@@ -23,6 +23,7 @@ from shoal.load.compare.records import Journal, MachineLimits, Measured, Skipped
 from shoal.load.compare.report import TITLES
 from shoal.load.compare.roofline import ModelShape, Peaks, best_tokens_per_s
 from shoal.load.compare.rounds import Comparison, cases_for, output_of
+from shoal.load.compare.servers import leave_on_sigterm
 from shoal.load.compare.summary import Spread, peaks
 from shoal.load.report import markdown_table
 from shoal.load.scheduler_cost import cpu_name
@@ -74,6 +75,7 @@ def main(
     """Measure, print, and write a report if asked."""
     if bits not in BITS:
         sys.exit(f"error: --bits has {bits!r}; allowed: {', '.join(BITS)}.")
+    leave_on_sigterm()
     where = folder.expanduser().absolute()
     try:
         weights = checkpoint(where, model)

@@ -33,7 +33,7 @@ from shoal.load.compare.contenders import (
 from shoal.load.compare.event_stream import StreamError
 from shoal.load.compare.prompts import RandomWords
 from shoal.load.compare.report import TITLES
-from shoal.load.compare.servers import ServerError, running
+from shoal.load.compare.servers import ServerError, leave_on_sigterm, running
 from shoal.load.report import markdown_table
 from shoal.load.scheduler_cost import cpu_name
 
@@ -85,6 +85,7 @@ def main(
     kinds = bits.split(",")
     if unknown := [kind for kind in kinds if kind not in BITS]:
         sys.exit(f"error: --bits has {unknown[0]!r}; allowed: {', '.join(BITS)}.")
+    leave_on_sigterm()
     where = folder.expanduser().absolute()
     rows: list[tuple[str, ...]] = []
     is_above = False

@@ -9,7 +9,6 @@ Every result is written down as it comes, so the same command goes on where it w
 
 import datetime
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +19,7 @@ from shoal.load.compare.contenders import BITS, PEERS
 from shoal.load.compare.records import Case, Journal
 from shoal.load.compare.report import write_report
 from shoal.load.compare.rounds import Comparison, cases_for
+from shoal.load.compare.servers import leave_on_sigterm
 
 DEFAULT_FOLDER = Path("~/peers")
 REPORTS = Path(__file__).parents[1] / "reports"
@@ -49,8 +49,7 @@ def main(
     page = report or REPORTS / f"cpu-{datetime.date.today().isoformat()}.md"
     results = Journal(journal or page.with_suffix(".jsonl"))
     where = folder.expanduser().absolute()
-    # Ended from outside, it still has to end the server that runs.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the same command goes on from here"))
+    leave_on_sigterm()
     if not report_only:
         comparison = Comparison(results, where, port)
         comparison.run(

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -30,6 +31,8 @@ def running(launch: Launch, port: int, log: Path) -> Iterator[int]:
 
     It leads a process group of its own, so that none of its children is left behind.
     """
+    if not _is_free(port):
+        raise ServerError(f"port {port} is taken; give another with --port")
     with log.open("wb") as out:
         process = subprocess.Popen(
             launch.command,
@@ -49,6 +52,11 @@ def running(launch: Launch, port: int, log: Path) -> Iterator[int]:
     finally:
         _end(process, patience_s)
         _wait_free(port)
+
+
+def leave_on_sigterm() -> None:
+    """Ended from outside, this process still ends the server that it runs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
 
 
 def environment() -> dict[str, str]:
@@ -83,11 +91,17 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 def _wait_free(port: int) -> None:
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return
+    while not _is_free(port):
+        if time.monotonic() > deadline:
+            raise ServerError(f"port {port} is still taken after the server's end")
         time.sleep(0.1)
-    raise ServerError(f"port {port} is still taken after the server's end")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -399,19 +399,32 @@ class TestContenders:
         assert "- vllm, SmolLM2-135M-Instruct, bf16: vllm is not in" in page.read_text()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class TestServers:
     def test_one_that_ends_at_once_is_an_error_with_its_last_words(self, tmp_path: Path) -> None:
         start = Launch(("sh", "-c", "echo no such model; exit 3"), "/health")
         with (
             pytest.raises(ServerError, match="no such model"),
-            running(start, 1, tmp_path / "log"),
+            running(start, free_port(), tmp_path / "log"),
         ):
             pass
 
-    def test_ended_from_outside_it_ends_the_server_at_once(self, tmp_path: Path) -> None:
+    def test_a_taken_port_is_told_before_anything_starts(self, tmp_path: Path) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
+            taken.listen()
             port = taken.getsockname()[1]
+            with pytest.raises(ServerError, match=f"port {port} is taken"):
+                running(Launch(("false",), "/"), port, tmp_path / "log").__enter__()
+        assert not (tmp_path / "log").exists()
+
+    def test_ended_from_outside_it_ends_the_server_at_once(self, tmp_path: Path) -> None:
+        port = free_port()
         script = (
             "import http.server as h, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
             "h.SimpleHTTPRequestHandler.log_message = lambda *_: None;"
