@@ -13,6 +13,9 @@ ACK_EVERY = 8
 # So long after the last response another one goes out even so: a version that is being unloaded
 # gets no more orders, and so is not told what was read.
 UNREAD_PACE_S = 0.25
+# A channel with requests says something so often, so that its client can tell a long prompt from a
+# process that has died.
+PULSE_S = 1.0
 # A channel with no request for so long is ended: an open request keeps a model from unloading.
 IDLE_S = 1.0
 

@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.backend.channel_messages import (
     IDLE_S,
+    PULSE_S,
     UNREAD_PACE_S,
     WINDOW,
     ChannelDelta,
@@ -101,7 +102,7 @@ class Channel:
         self._slots: dict[int, Slot] = {}  # by ref, until its last delta is sent
         self._used_at = clock()
         self._num_sent = 0
-        self._sent_at = 0.0
+        self._sent_at = clock()
         self._num_read = 0
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -160,8 +161,10 @@ class Channel:
         if self._reply.is_cancelled():
             self.close()
             return
-        if self.ready and self.can_send:
+        if self.can_send:
             self._responder.resume(self)
+            if self._slots and self._clock() - self._sent_at >= PULSE_S:
+                self._responder.pulse(self)
         with self._lock:
             is_idle = not self._slots and self._clock() - self._used_at >= IDLE_S
             if is_idle:

@@ -161,6 +161,14 @@ class Responder:
         with self._condition:
             self._enqueue_bundle(bundle)
 
+    def pulse(self, bundle: Bundle) -> None:
+        """Have it send, whether its requests have something to say or not."""
+        with self._condition:
+            if not (bundle.queued or bundle.closed):
+                bundle.queued = True
+                self._ready.append(bundle)
+                self._wake()
+
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
         """While inside, the sending thread is not woken, so that what many requests gain together
@@ -243,7 +251,7 @@ class Responder:
                     item.ready.clear()
             if isinstance(item, ResponseStream):
                 self._send(item, chunks)
-            elif parcels:
+            elif not item.closed:
                 self._send_bundle(item, parcels)
 
     def _take(self, opened: ResponseStream) -> list[Chunk]:

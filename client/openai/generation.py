@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.client.channel import ChannelStream
+from shoal.client.channel_stream import ChannelStream
 from shoal.client.openai.logprobs import LogprobReader, TokenLogprob
 from shoal.client.openai.prompts import Prompt
 from shoal.client.openai.served_models import ServedModel

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.client import errors
-from shoal.client.channel import ChannelStream, ModelChannel
+from shoal.client.channel import ModelChannel
+from shoal.client.channel_stream import ChannelStream
 from shoal.client.errors import ShoalError
 from shoal.client.heartbeat_monitor import HeartbeatMonitor
 from shoal.client.openai.door import Door
@@ -19,6 +21,7 @@ logger = logging.getLogger("shoal.openai")
 
 # States in which the backend queues a request and will serve it, replaying after a worker's death.
 ACCEPTING_STATES = ("ready", "stuck", "restarting")
+SILENCE_S = 8.0  # of a channel with requests, whose backend says something every second
 
 
 @dataclass(eq=False)
@@ -72,6 +75,10 @@ class ServedModel:
         self.door.take(monitor.last.queue if monitor.last is not None else None)
 
     def lose_streams(self, _: HeartbeatMonitor) -> None:
+        """Unless it is being unloaded: it takes no new request then, not even for beats, but those
+        that it has go to their end."""
+        if not self.listed:
+            return
         self.channel.reset(errors.unavailable(f"The model {self.id!r} stopped answering."))
 
     async def stop(self) -> None:
@@ -93,6 +100,7 @@ class ServedModels:
         self._triton = triton
         self._settings = settings
         self._models: dict[str, ServedModel] = {}
+        self._leaving: list[ServedModel] = []  # forgotten, with requests that still run
         self._foreign: set[str] = set()  # loaded models of other backends
         self._loaded: set[str] = set()  # ids
         self._shown: set[str] = set()  # those of the loaded ids that are listed
@@ -109,7 +117,7 @@ class ServedModels:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        for model in self._models.values():
+        for model in (*self._models.values(), *self._leaving):
             await model.stop()
 
     @property
@@ -177,8 +185,18 @@ class ServedModels:
             if model.listed:
                 model.last_listed = now
             elif now - model.last_listed > self._settings.forget_after_s:
-                del self._models[model.id]
-                await model.stop()
+                self._leaving.append(self._models.pop(model.id))
+                await model.monitor.stop()
+        await self._see_to_channels()
+
+    async def _see_to_channels(self) -> None:
+        # Counted rather than timed: while this process stood still, nothing was read either.
+        num_looks = math.ceil(SILENCE_S / self._settings.discovery_interval_s)
+        for model in (*self.models, *self._leaving):
+            model.channel.fail_silent(num_looks)
+        for model in [model for model in self._leaving if not model.channel.num_open]:
+            self._leaving.remove(model)
+            await model.stop()
 
     async def _add(self, model_id: str) -> None:
         name, version = self._split(model_id)
@@ -205,7 +223,7 @@ class ServedModels:
 
     def fail_streams(self, error: ShoalError) -> None:
         """End all running requests of all models."""
-        for model in self._models.values():
+        for model in (*self._models.values(), *self._leaving):
             model.fail_streams(error)
 
     def _split(self, model_id: str) -> tuple[str, str]:

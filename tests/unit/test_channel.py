@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request
 
-from shoal.client import channel as channel_module
-from shoal.client.channel import ChannelStream, ModelChannel
+from shoal.backend.channel_messages import ACK_EVERY
+from shoal.client import channel_stream
+from shoal.client.channel import ModelChannel
+from shoal.client.channel_stream import ChannelStream
 from shoal.client.errors import ShoalError, unavailable
 from shoal.client.triton_stream import TritonStream
 
@@ -79,7 +81,7 @@ async def test_one_stream_carries_many_requests(channel: ModelChannel, fake: Fak
 async def test_requests_that_wait_travel_together(channel: ModelChannel, fake: FakeTriton) -> None:
     await asyncio.gather(*(read(ask(channel, max_tokens=1)) for _ in range(64)))
     assert len(fake.model.requests) == 64
-    assert fake.model.num_orders <= 4 + 64 // channel_module.ACK_EVERY
+    assert fake.model.num_orders <= 4 + 64 // ACK_EVERY
 
 
 async def test_what_the_backend_receives(channel: ModelChannel, fake: FakeTriton) -> None:
@@ -190,6 +192,56 @@ def slow_words(request: Request) -> Iterator[Piece]:
         yield Piece(f"w{index} ", delay_s=0.005, finish_reason=finish)
 
 
+async def test_of_a_version_that_is_unloaded_what_nobody_waits_for_is_cancelled(
+    channel: ModelChannel, fake: FakeTriton
+) -> None:
+    """It takes no orders, so a request goes on beside one whose client is still there."""
+    fake.model.script = endless
+    one, two = ask(channel), ask(channel)
+    await asyncio.gather(anext(one), anext(two))
+    fake.model.loaded = False
+    assert (await failure(ask(channel))).status in (404, 503)
+    await one.aclose()
+    for _ in range(100):
+        await anext(two)
+    await two.aclose()
+    await until(lambda: all(request.cancelled.is_set() for request in fake.model.requests))
+    fake.model.loaded = True
+    fake.model.script = slow_words
+    assert await read(ask(channel, max_tokens=2)) == "w0 w1 "
+
+
+async def test_hanging_up_on_an_old_version_leaves_the_new_one_alone(
+    channel: ModelChannel, fake: FakeTriton
+) -> None:
+    fake.model.script = endless
+    old = ask(channel)
+    await anext(old)
+    fake.model.channels.clear()  # another version answers, which knows of none
+    fake.model.script = slow_words
+    new = ask(channel, max_tokens=200)
+    await anext(new)
+    await old.aclose()
+    await until(fake.model.requests[0].cancelled.is_set)
+    assert (await read(new)).endswith("w199 ")
+
+
+async def test_a_process_that_is_silent_is_given_up(
+    channel: ModelChannel, fake: FakeTriton
+) -> None:
+    fake.model.script = endless
+    stream = ask(channel)
+    for _ in range(20):
+        await anext(stream)
+        channel.fail_silent(3)
+    fake.model.stub_alive = False
+    await asyncio.sleep(0.1)
+    for _ in range(4):
+        channel.fail_silent(3)
+    assert (await failure(stream)).status == 503
+    assert channel.num_open == 0
+
+
 async def test_an_idle_channel_is_opened_again(channel: ModelChannel, fake: FakeTriton) -> None:
     for _ in range(3):
         assert await read(ask(channel, max_tokens=1)) == "w0 "
@@ -264,7 +316,7 @@ async def test_what_nobody_reads_is_joined_and_holds_up_no_other(
     assert await read(ask(channel, max_tokens=60))
     await until(lambda: fake.model.requests[0].finished.is_set() and channel.num_open == 0)
     deltas = [delta async for delta in unread]
-    assert len(deltas) <= channel_module.JOIN_ABOVE + 2
+    assert len(deltas) <= channel_stream.JOIN_ABOVE + 2
     assert "".join(delta.text for delta in deltas) == "".join(f"w{i} " for i in range(60))
     assert sum(delta.num_output_tokens for delta in deltas) == 60
 
@@ -272,7 +324,7 @@ async def test_what_nobody_reads_is_joined_and_holds_up_no_other(
 async def test_a_reader_too_far_behind_is_cut_off(
     channel: ModelChannel, fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "MAX_WAITING_BYTES", 50)
+    monkeypatch.setattr(channel_stream, "MAX_WAITING_BYTES", 50)
     fake.model.script = endless
     stream = ask(channel)
     await until(lambda: any(request.cancelled.is_set() for request in fake.model.requests))
@@ -283,8 +335,8 @@ async def test_what_was_read_is_acknowledged(channel: ModelChannel, fake: FakeTr
     fake.model.script = slow_words
     await read(ask(channel, max_tokens=50))
     opened = next(iter(fake.model.channels.values()))
-    await until(lambda: opened.num_read >= 50 - channel_module.ACK_EVERY)
-    assert fake.model.num_orders <= 1 + 50 // channel_module.ACK_EVERY
+    await until(lambda: opened.num_read >= 50 - ACK_EVERY)
+    assert fake.model.num_orders <= 1 + 50 // ACK_EVERY
 
 
 async def test_two_clients_of_a_server_are_not_mixed_up(fake: FakeTriton) -> None:

@@ -201,6 +201,21 @@ def test_a_client_whose_orders_do_not_arrive_gets_all_the_same(
     assert text_of(deltas_of(channel, 1)) == scripted_text(5, 200)
 
 
+def test_a_channel_with_requests_is_never_silent(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels_module, "PULSE_S", 0.02)
+    backend.workers.running.clear()
+    channel = backend.send("a", ask(1, stream=False), opens=True)
+    until(lambda: len(news_of(channel)) >= 3)
+    assert not any(news.deltas for news in news_of(channel))
+    backend.workers.running.set()
+    assert text_of(wait_finished(channel, 1)[1]) == scripted_text(5, 4)
+    count = len(news_of(channel))
+    time.sleep(0.2)
+    assert len(news_of(channel)) == count
+
+
 def test_refusals_and_unreadable_submissions_are_answered_to_their_own_request(
     backend: Backend,
 ) -> None:

@@ -101,6 +101,32 @@ def test_unloaded_model_is_unavailable_then_unknown(triton: FakeTriton, shim: Sh
     shim.wait_ready()
 
 
+def test_what_an_unloaded_model_has_begun_goes_to_its_end(
+    triton: FakeTriton, shim: ShimThread
+) -> None:
+    """Beats come no more from then on, and later its name is forgotten."""
+    done = threading.Event()
+
+    def script(request: Request) -> Iterator[Piece]:
+        yield Piece("x")
+        done.wait(30)
+        yield Piece("y", finish_reason="stop")
+
+    triton.model.script = script
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(post(shim)))
+    thread.start()
+    wait_until(lambda: triton.model.requests, "no request")
+    triton.model.loaded = False
+    wait_until(lambda: post(shim).status_code == 404, "never forgotten")
+    time.sleep(1.0)
+    done.set()
+    thread.join(15)
+    (answer,) = answers
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "xy"
+
+
 def test_a_model_that_is_being_loaded_is_503(triton: FakeTriton) -> None:
     """A client tries again after a 503, and not after a 404."""
     triton.model.loading = True
