@@ -61,6 +61,8 @@ class Control(Protocol):
 
     async def unload(self, model: str) -> None: ...
 
+    async def was_unloaded(self, model: str) -> bool: ...
+
     async def close(self) -> None: ...
 
 
@@ -96,6 +98,8 @@ class Supervisor:
         self.shims: dict[str, ManagedProcess] = {}  # the latest of each, by name
         self._backoff = backoff
         self._revive_after_s = revive_after_s
+        self._unrevived: set[str] = set()  # models that we unloaded and could not load again
+        self._left_unloaded: set[str] = set()  # models that somebody else had unloaded
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._shim_was_ready = False
@@ -225,6 +229,7 @@ class Supervisor:
         except ModelLoadError as error:
             raise ModelLoadError(f"Model {name} cannot be loaded: {error}") from error
         self._loaded_at[name] = self._now()
+        self._unrevived.discard(name)
 
     async def _keep_shim(self, spec: ProcessSpec) -> None:
         backoff = self._backoff()
@@ -282,9 +287,23 @@ class Supervisor:
                 continue
             silent_s = min(monitor.age_s, now - loaded_at)
             if silent_s >= self._revive_after_s:
+                if await self._is_left_unloaded(monitor.model):
+                    continue
                 await self._revive(monitor.model, silent_s)
                 await asyncio.sleep(backoff.after_run_of(now - loaded_at))
                 last_poll = self._now()
+
+    async def _is_left_unloaded(self, name: str) -> bool:
+        """Whether somebody else had the model unloaded: what it runs goes to its end."""
+        unloaded = name not in self._unrevived and await self.control.was_unloaded(name)
+        if unloaded and name not in self._left_unloaded:
+            self.console.event(f"{name} was unloaded; it stays so until it is loaded again.")
+            self._left_unloaded.add(name)
+        elif not unloaded and name in self._left_unloaded:  # loaded again: it has yet to beat
+            self._left_unloaded.discard(name)
+            self._loaded_at[name] = self._now()
+            return True
+        return unloaded
 
     async def _revive(self, name: str, silent_s: float) -> None:
         self.console.event(
@@ -293,6 +312,7 @@ class Supervisor:
         if self.server is not None and self.server.pid is not None:
             # Unloading leaves a frozen stub behind, with its worker and their memory.
             self.plan.kill_stub(self.server.pid, name)
+        self._unrevived.add(name)
         try:
             async with asyncio.timeout(UNLOAD_TIMEOUT_S):
                 await self.control.unload(name)

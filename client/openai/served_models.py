@@ -21,7 +21,7 @@ logger = logging.getLogger("shoal.openai")
 
 # States in which the backend queues a request and will serve it, replaying after a worker's death.
 ACCEPTING_STATES = ("ready", "stuck", "restarting")
-SILENCE_S = 8.0  # of a channel with requests, whose backend says something every second
+SILENCE_S = 5.0  # of a channel with requests, whose backend says something every second
 
 
 @dataclass(eq=False)

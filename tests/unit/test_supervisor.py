@@ -46,6 +46,7 @@ class FakeControl:
     calls: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
     unload_hangs: bool = False
+    unloaded: set[str] = field(default_factory=set)
 
     async def wait_live(self) -> None:
         self.calls.append("live")
@@ -54,9 +55,15 @@ class FakeControl:
         self.calls.append(f"load {model}")
         if model in self.broken:
             raise ModelLoadError(self.broken[model])
+        self.unloaded.discard(model)
+
+    async def was_unloaded(self, model: str) -> bool:
+        self.calls.append(f"unloaded? {model}")
+        return model in self.unloaded
 
     async def unload(self, model: str) -> None:
         self.calls.append(f"unload {model}")
+        self.unloaded.add(model)
         if self.unload_hangs:
             await asyncio.Event().wait()
 
@@ -239,9 +246,23 @@ async def test_lost_heartbeat_kills_the_stub_and_loads_the_model_again(tmp_path:
         stage.monitor.age_s = 1000.0
         await stage.until(lambda: stage.control.calls.count("load m") >= 2)
         stage.monitor.age_s = 0.0
-        assert stage.control.calls[:4] == ["live", "load m", "unload m", "load m"]
+        calls = [call for call in stage.control.calls if "?" not in call]
+        assert calls[:4] == ["live", "load m", "unload m", "load m"]
         assert stage.killed_stubs[0] == "m"
         assert len(stage.pids("server")) == 1
+
+
+async def test_a_model_that_somebody_unloads_is_left_so(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.running():
+        stage.control.unloaded.add("m")
+        stage.monitor.age_s = 1000.0
+        await stage.until(lambda: stage.control.calls.count("unloaded? m") >= 3)
+        assert "unload m" not in stage.control.calls
+        assert not stage.killed_stubs
+        assert stage.output.getvalue().count("was unloaded") == 1
+        stage.control.unloaded.clear()  # loaded again, and its process dies
+        await stage.until(lambda: stage.control.calls.count("load m") >= 2)
 
 
 async def test_idle_server_is_not_waited_for_in_vain(
