@@ -16,8 +16,8 @@ from shoal.client.triton_stream import TritonStream
 
 STREAM = {"model": MODEL, "prompt": "Once", "ignore_eos": True, "temperature": 0, "stream": True}
 WAIT_S = 60.0
-# Of beats that were asked for before it, and then until their loss is noticed.
-UNHEARD_S = 9.0
+# Beats that were asked for before an unload come for 5 s; 4 s later they are missed.
+UNHEARD_S = 11.0
 
 
 @pytest.fixture(scope="module")
