@@ -15,6 +15,7 @@ from shoal.backend.pressure_guard import PressureGuard
 from shoal.backend.weights.loader import load_model
 
 ROOM_MIB = 24  # a token's states between products take 128 KiB and more
+CACHE_MIB = 34  # the addresses of the KV cache: a chunk of the arena, and its alignment
 
 
 class NoWatch:
@@ -36,7 +37,7 @@ def main() -> None:
     loaded = load_model(Path(sys.argv[1]), torch.float32)
     undisturbed = generate(loaded, make_sequences(), num_blocks=512)
     used = psutil.Process().memory_info().vms
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_MIB * MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (CACHE_MIB + ROOM_MIB) * MIB,) * 2)
     guard = PressureGuard(NoWatch(), 512)
     disturbed = generate(loaded, make_sequences(), guard=guard, num_blocks=512)
     report = {
