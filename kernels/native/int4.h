@@ -11,7 +11,7 @@
 
 #include <numeric>
 
-#include "int8_states.h"
+#include "int8.h"
 
 namespace shoal {
 
@@ -20,6 +20,12 @@ inline int64_t num_groups(int64_t k, int64_t group) { return (k + group - 1) / g
 // States that share a scale: they lie within one group of the weights, which is of whole eights.
 inline int64_t int4_state_group(int64_t k, int64_t group) {
   return group >= k ? kStateGroup : std::gcd(kStateGroup, group);
+}
+
+// Whether all groups of states have kGroupOctets.
+constexpr int kGroupOctets = kStateGroup / 8;
+inline bool has_whole_groups(int64_t k, int64_t group) {
+  return k % kStateGroup == 0 && int4_state_group(k, group) == kStateGroup;
 }
 
 inline int64_t int4_head_bytes(int64_t groups, bool is_short) {
@@ -116,8 +122,8 @@ __attribute__((always_inline)) inline void int4_group(const char* a, int64_t a_s
   }
 }
 
-// out [kRows][32] holds the totals on the way, as with 8 bits.
-template <int kRows>
+// kOctets: what all groups of states have, or 0 where they differ.
+template <int kRows, int kOctets>
 __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const char* panel,
                                          int64_t k, int64_t group, bool is_short, float* out,
                                          const Ahead& ahead) {
@@ -125,6 +131,7 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
   const char* words = panel + int4_head_bytes(groups, is_short);
   const char* states = a + a_stride - int4_tail_bytes(k, group);
   Int4Heads heads;
+  Vec totals[kRows][kVecs] = {};
   int64_t next_head = 0, g = 0;
   for (int64_t first = 0; first < k; first += width, states += sizeof(StateGroup)) {
     if (first == next_head) {
@@ -135,24 +142,77 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
     IntVec sums[kRows][kVecs];
     begin_group<kRows>(states, a_stride, heads.zeros, sums);
     const char* source = words + first / 8 * 4 * kPanel;
-    const int64_t num_octets = (std::min(width, k - first) + 7) / 8;
-    if (num_octets == kStateGroup / 8)
-      int4_group<kRows, kStateGroup / 8>(a + first, a_stride, source, 0, ahead, first / 8 + g, sums);
-    else
-      int4_group<kRows, 0>(a + first, a_stride, source, num_octets, ahead, first / 8 + g,
-                             sums);
+    const int64_t num_octets = (std::min(width, k - first) + 7) / 8, step = first / 8 + g;
+    int4_group<kRows, kOctets>(a + first, a_stride, source, num_octets, ahead, step, sums);
+    end_group<kRows>(states, a_stride, heads.scales, sums, totals);
+  }
 #pragma GCC unroll 12
-    for (int row = 0; row < kRows; row++) {
-      float scale;
-      std::memcpy(&scale, states + row * a_stride, sizeof scale);
-      for (int v = 0; v < kVecs; v++) {
-        float* total = out + row * kPanel + v * kLanes;
-        const Vec sum = __builtin_convertvector(sums[row][v], Vec) * splat(scale);
-        const Vec weight = load(heads.scales + v * kLanes);
-        store(total, first ? multiply_add(sum, weight, load(total)) : sum * weight);
+  for (int row = 0; row < kRows; row++)
+    for (int v = 0; v < kVecs; v++) store(out + row * kPanel + v * kLanes, totals[row][v]);
+}
+
+// A panel for many tiles, much like one of 8 bits: bytes [k / 4][32][4] of which 128 is zero, and
+// the scales of its groups.
+struct Int4Unpacked {
+  static constexpr int64_t kMostBytes = 256 * 1024;  // of values; for a thread's stack
+  static constexpr int64_t kMostGroups = 256;
+  static constexpr int64_t kLeastTiles = 12;  // fewer would not pay for it
+
+  alignas(64) char values[kMostBytes];
+  alignas(64) float scales[kMostGroups][kPanel];
+
+  static bool suits(int64_t num_tiles, int64_t k, int64_t group) {
+    return num_tiles >= kLeastTiles && round_up(k, 8) * kPanel <= kMostBytes &&
+           num_groups(k, group) <= kMostGroups;
+  }
+
+  void read(const char* panel, int64_t k, int64_t group, bool is_short) {
+    const int64_t groups = num_groups(k, group);
+    const char* words = panel + int4_head_bytes(groups, is_short);
+    Int4Heads heads;
+    for (int64_t g = 0; g < groups; g++) {
+      heads.read(panel, groups, g, is_short);
+      std::memcpy(scales[g], heads.scales, sizeof heads.scales);
+      const int64_t end = (std::min(k, (g + 1) * group) + 7) / 8;
+      for (int64_t octet = g * group / 8; octet < end; octet++) {
+        int32_t* out = reinterpret_cast<int32_t*>(values + octet * 8 * kPanel);
+        for (int i = 0; i < kPanel; i += kLanes) {
+          const IntVec word = load_int(words + (octet * kPanel + i) * sizeof(int32_t));
+          // 128 less the zero point in each byte: no sum leaves its byte.
+          const IntVec shift = int32_t(0x80808080u) - load_int(heads.zeros + i) * 0x01010101;
+          store_int(out + i, (word & 0x0f0f0f0f) + shift);
+          store_int(out + kPanel + i, ((word >> 4) & 0x0f0f0f0f) + shift);
+        }
       }
     }
   }
+};
+
+// As int4_rows, to the bit: the whole sums are the same.
+template <int kRows, int kOctets>
+__attribute__((noinline)) void unpacked_rows(const char* a, int64_t a_stride,
+                                             const Int4Unpacked& panel, int64_t k, int64_t group,
+                                             float* out, const Ahead& ahead) {
+  const int64_t width = int4_state_group(k, group);
+  const char* states = a + a_stride - int4_tail_bytes(k, group);
+  const float(*scales)[kPanel] = panel.scales;
+  Vec totals[kRows][kVecs] = {};
+  int64_t next_head = group;
+  for (int64_t first = 0; first < k; first += width, states += sizeof(StateGroup)) {
+    if (first == next_head) {
+      scales++;
+      next_head += group;
+    }
+    IntVec sums[kRows][kVecs];
+    begin_group<kRows, 128>(states, a_stride, nullptr, sums);
+    const char* source = panel.values + first * kPanel;
+    const int64_t num_quads = (std::min(width, k - first) + 3) / 4;
+    int8_group<kRows, 2 * kOctets>(a + first, a_stride, source, num_quads, ahead, first / 4, sums);
+    end_group<kRows>(states, a_stride, *scales, sums, totals);
+  }
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; row++)
+    for (int v = 0; v < kVecs; v++) store(out + row * kPanel + v * kLanes, totals[row][v]);
 }
 
 }  // namespace shoal

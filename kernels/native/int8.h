@@ -45,41 +45,34 @@ __attribute__((always_inline)) inline void int8_group(const char* a, int64_t a_s
   }
 }
 
-// out [kRows][32] holds the totals on the way: the registers are full of one group's sums.
 template <int kRows>
 __attribute__((noinline)) void int8_rows(const char* a, int64_t a_stride, const char* panel,
                                          int64_t k, float* out, const Ahead& ahead) {
   constexpr int64_t kQuads = kStateGroup / 4;
   const int64_t num_quads = (k + 3) / 4;
-  const float* scales = reinterpret_cast<const float*>(panel + num_quads * 4 * kPanel);
   const char* group = a + a_stride - int8_tail_bytes(k);
-  for (int64_t first = 0; first < num_quads; first += kQuads, group += sizeof(StateGroup)) {
+  Vec totals[kRows][kVecs] = {};
+  int64_t first = 0;
+  for (; first + kQuads <= num_quads; first += kQuads, group += sizeof(StateGroup)) {
     IntVec sums[kRows][kVecs];
     begin_group<kRows>(group, a_stride, nullptr, sums);
-    const char* weights = panel + first * 4 * kPanel;
-    if (first + kQuads <= num_quads)
-      int8_group<kRows, kQuads>(a + 4 * first, a_stride, weights, 0, ahead, first, sums);
-    else
-      int8_group<kRows, 0>(a + 4 * first, a_stride, weights, num_quads - first, ahead, first,
-                           sums);
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; row++) {
-      float scale;
-      std::memcpy(&scale, group + row * a_stride, sizeof scale);
-      for (int v = 0; v < kVecs; v++) {
-        float* total = out + row * kPanel + v * kLanes;
-        const Vec sum = __builtin_convertvector(sums[row][v], Vec);
-        store(total, first ? multiply_add(sum, splat(scale), load(total)) : sum * splat(scale));
-      }
-    }
+    int8_group<kRows, kQuads>(a + 4 * first, a_stride, panel + first * 4 * kPanel, 0, ahead, first,
+                              sums);
+    end_group<kRows>(group, a_stride, nullptr, sums, totals);
+  }
+  if (first < num_quads) {
+    IntVec sums[kRows][kVecs];
+    begin_group<kRows>(group, a_stride, nullptr, sums);
+    int8_group<kRows, 0>(a + 4 * first, a_stride, panel + first * 4 * kPanel, num_quads - first,
+                         ahead, first, sums);
+    end_group<kRows>(group, a_stride, nullptr, sums, totals);
   }
   ahead.fetch(num_quads);
+  const float* scales = reinterpret_cast<const float*>(panel + num_quads * 4 * kPanel);
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
-    for (int v = 0; v < kVecs; v++) {
-      float* total = out + row * kPanel + v * kLanes;
-      store(total, load(total) * load(scales + v * kLanes));
-    }
+    for (int v = 0; v < kVecs; v++)
+      store(out + row * kPanel + v * kLanes, totals[row][v] * load(scales + v * kLanes));
 }
 
 }  // namespace shoal

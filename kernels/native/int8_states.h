@@ -14,6 +14,12 @@ namespace shoal {
 
 constexpr int64_t kRowAlign = 64;
 constexpr int64_t kStateGroup = 64;  // at most; whole numbers of four
+// Rows of a tile: one group's sums and the totals, both in registers where there are 32.
+#if defined(__AVX512F__)
+constexpr int kStateRows = 6;
+#else
+constexpr int kStateRows = kTileRows;
+#endif
 
 struct StateGroup {
   float scale;
@@ -128,8 +134,9 @@ __attribute__((always_inline)) inline void add_quad(const char* a, int64_t a_str
   }
 }
 
-// The sums of each row's group (in `group`) begin with its offset times the columns' `zeros`.
-template <int kRows>
+// The sums of each row's group (in `group`) begin with its offset times the columns' `zeros`, or
+// kZero where that is null.
+template <int kRows, int32_t kZero = 1>
 __attribute__((always_inline)) inline void begin_group(const char* group, int64_t a_stride,
                                                        const int32_t* zeros,
                                                        IntVec (&sums)[kRows][kVecs]) {
@@ -138,8 +145,27 @@ __attribute__((always_inline)) inline void begin_group(const char* group, int64_
     int32_t offset;
     std::memcpy(&offset, group + row * a_stride + offsetof(StateGroup, offset), sizeof offset);
     for (int v = 0; v < kVecs; v++) {
-      const IntVec all = offset - IntVec{};
+      const IntVec all = offset * kZero - IntVec{};
       sums[row][v] = zeros ? all * load_int(zeros + v * kLanes) : all;
+    }
+  }
+}
+
+// totals += the group's sums times its row's scale and, where there are any, the columns' `scales`.
+template <int kRows>
+__attribute__((always_inline)) inline void end_group(const char* group, int64_t a_stride,
+                                                     const float* scales,
+                                                     const IntVec (&sums)[kRows][kVecs],
+                                                     Vec (&totals)[kRows][kVecs]) {
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; row++) {
+    float scale;
+    std::memcpy(&scale, group + row * a_stride, sizeof scale);
+    for (int v = 0; v < kVecs; v++) {
+      const Vec sum = __builtin_convertvector(sums[row][v], Vec);
+      totals[row][v] =
+          scales ? multiply_add(sum * splat(scale), load(scales + v * kLanes), totals[row][v])
+                 : multiply_add(sum, splat(scale), totals[row][v]);
     }
   }
 }

@@ -95,6 +95,59 @@ inline void store_sum(const float* row, const float* bias, float* out, int64_t c
   }
 }
 
+// A tile's sums on their way out: rows [begin, begin + rows) of a panel's columns.
+template <class T>
+inline void store_tile(Epilogue epilogue, int64_t panel, const float* sums, const float* bias,
+                       int64_t begin, int rows, void* out, int64_t out_width) {
+  for (int row = 0; row < rows; row++) {
+    const int64_t to = (begin + row) * out_width;
+    if (is_gated(epilogue)) {
+      const int64_t column = panel * kHalfPanel;
+      store_gated(epilogue, sums + row * kPanel, bias, static_cast<T*>(out) + to + column,
+                  std::min<int64_t>(kHalfPanel, out_width - column));
+    } else {
+      const int64_t column = panel * kPanel;
+      store_sum(sums + row * kPanel, bias, static_cast<float*>(out) + to + column,
+                std::min<int64_t>(kPanel, out_width - column), epilogue);
+    }
+  }
+}
+
+// Rows [first, first + count) of a product, one panel of its columns, tile by tile:
+// multiply(rows, a, sums, ahead) computes one.
+template <class T, class Multiply>
+void linear_tiles(const Linear& op, Epilogue epilogue, int64_t panel, const char* a, int64_t first,
+                  int64_t count, void* out, int64_t out_width, const Soon& soon, int64_t num_steps,
+                  Multiply multiply) {
+  const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
+  const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
+  alignas(64) float sums[kTileRows * kPanel];
+  const int most = tile_rows(op.format);
+  const int64_t num_tiles = tiles_of(count, most);
+  int64_t tile = 0;
+  for_tiles(count, [&](int64_t begin, int rows) {
+    begin += first;
+    const Ahead ahead = Ahead::share(soon.begin, soon.num_bytes, tile++, num_tiles, num_steps);
+    multiply(rows, a + begin * a_stride, sums, ahead);
+    store_tile<T>(epilogue, panel, sums, bias, begin, rows, out, out_width);
+  }, most);
+}
+
+// As linear_panel; apart, for the size of its stack.
+template <class T>
+__attribute__((noinline)) void unpacked_panel(const Linear& op, Epilogue epilogue, int64_t panel,
+                                              const char* weight, const char* a, int64_t first,
+                                              int64_t count, void* out, int64_t out_width,
+                                              const Soon& soon) {
+  Int4Unpacked unpacked;
+  unpacked.read(weight, op.k, op.group, op.format == Format::kInt4Short);
+  const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
+  linear_tiles<T>(op, epilogue, panel, a, first, count, out, out_width, soon, (op.k + 3) / 4,
+                  [&](int rows, const char* states, float* sums, const Ahead& ahead) {
+                    unpacked_tile(rows, states, a_stride, unpacked, op.k, op.group, sums, ahead);
+                  });
+}
+
 // Rows [first, first + count) of a product, one panel of its columns.
 // a: rows of row_bytes(): states of T, or prepared ones. out: float [num_rows, n], when gated
 // T [num_rows, n / 2 (out_width)].
@@ -104,31 +157,16 @@ void linear_panel(const Linear& op, Epilogue epilogue, int64_t panel, const char
   const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
   const int64_t weight_stride = panel_bytes<T>(op.format, op.k, op.group);
   const char* weight = static_cast<const char*>(op.weight) + panel * weight_stride;
-  const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
-  alignas(64) float sums[kTileRows * kPanel];
-  const int64_t num_tiles = tiles_of(count);
+  if (is_int4(op.format) &&
+      Int4Unpacked::suits(tiles_of(count, tile_rows(op.format)), op.k, op.group))
+    return unpacked_panel<T>(op, epilogue, panel, weight, a, first, count, out, out_width, soon);
   const int64_t num_steps =
       std::max<int64_t>(1, fetch_steps(op.format, op.k, op.group, weight_stride / 128));
-  int64_t tile = 0;
-  for_tiles(count, [&](int64_t begin, int rows) {
-    begin += first;
-    const Ahead ahead =
-        Ahead::share(soon.begin, soon.num_bytes, tile++, num_tiles, num_steps);
-    format_tile<T>(op.format, rows, a + begin * a_stride, a_stride, weight, op.k, op.group, sums,
-                   ahead);
-    for (int row = 0; row < rows; row++) {
-      const int64_t to = (begin + row) * out_width;
-      if (is_gated(epilogue)) {
-        const int64_t column = panel * kHalfPanel;
-        store_gated(epilogue, sums + row * kPanel, bias, static_cast<T*>(out) + to + column,
-                    std::min<int64_t>(kHalfPanel, out_width - column));
-      } else {
-        const int64_t column = panel * kPanel;
-        store_sum(sums + row * kPanel, bias, static_cast<float*>(out) + to + column,
-                  std::min<int64_t>(kPanel, out_width - column), epilogue);
-      }
-    }
-  });
+  linear_tiles<T>(op, epilogue, panel, a, first, count, out, out_width, soon, num_steps,
+                  [&](int rows, const char* states, float* sums, const Ahead& ahead) {
+                    format_tile<T>(op.format, rows, states, a_stride, weight, op.k, op.group, sums,
+                                   ahead);
+                  });
 }
 
 template <class T>

@@ -56,7 +56,12 @@ void prepare_row(Format format, const T* in, const int64_t* columns, int64_t k, 
     prepare_int4(in, columns, k, group, out);
 }
 
-// Up to kTileRows rows times one panel: out [rows][32].
+// Rows of a tile at most.
+inline int tile_rows(Format format) {
+  return format == Format::kInt8 || is_int4(format) ? kStateRows : kTileRows;
+}
+
+// Up to tile_rows() rows times one panel: out [rows][32].
 template <class T, int kRows = kTileRows>
 inline void format_tile(Format format, int rows, const char* a, int64_t a_stride, const char* panel,
                         int64_t k, int64_t group, float* out, const Ahead& ahead) {
@@ -65,17 +70,34 @@ inline void format_tile(Format format, int rows, const char* a, int64_t a_stride
       return format_tile<T, kRows - 1>(format, rows, a, a_stride, panel, k, group, out, ahead);
   }
   const Ahead some = ahead.streams[0] ? ahead : Ahead{{panel, panel}, 0};
+  if constexpr (kRows <= kStateRows) {
+    if (format == Format::kInt8) return int8_rows<kRows>(a, a_stride, panel, k, out, some);
+    if (is_int4(format)) {
+      const bool is_short = format == Format::kInt4Short;
+      return has_whole_groups(k, group)
+                 ? int4_rows<kRows, kGroupOctets>(a, a_stride, panel, k, group, is_short, out, some)
+                 : int4_rows<kRows, 0>(a, a_stride, panel, k, group, is_short, out, some);
+    }
+  }
   switch (format) {
-    case Format::kInt8: return int8_rows<kRows>(a, a_stride, panel, k, out, some);
-    case Format::kInt4:
-    case Format::kInt4Short:
-      return int4_rows<kRows>(a, a_stride, panel, k, group, format == Format::kInt4Short, out,
-                              some);
     case Format::kFp8: return fp8_rows<T, kRows>(a, a_stride, panel, k, out, some);
     default:
       return tile_rows<kRows>(reinterpret_cast<const T*>(a), a_stride / int64_t(sizeof(T)),
                               reinterpret_cast<const T*>(panel), k, out, kPanel, false, ahead);
   }
+}
+
+template <int kRows = kStateRows>
+inline void unpacked_tile(int rows, const char* a, int64_t a_stride, const Int4Unpacked& panel,
+                          int64_t k, int64_t group, float* out, const Ahead& ahead) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows)
+      return unpacked_tile<kRows - 1>(rows, a, a_stride, panel, k, group, out, ahead);
+  }
+  const Ahead some = ahead.streams[0] ? ahead : Ahead{{panel.values, panel.values}, 0};
+  has_whole_groups(k, group)
+      ? unpacked_rows<kRows, kGroupOctets>(a, a_stride, panel, k, group, out, some)
+      : unpacked_rows<kRows, 0>(a, a_stride, panel, k, group, out, some);
 }
 
 // Column `column` of a panel, rounded to T: an embedding's row.

@@ -154,12 +154,14 @@ inline void tile(int rows, const T* a, int64_t a_stride, const T* panel, int64_t
   tile_rows<kRows>(a, a_stride, panel, k, out, out_stride, accumulate, ahead);
 }
 
-inline int64_t tiles_of(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
+inline int64_t tiles_of(int64_t num_rows, int64_t most = kTileRows) {
+  return (num_rows + most - 1) / most;
+}
 
-// Any number of rows, in tiles of about equal height.
+// Any number of rows, in tiles of about equal height, `most` or less.
 template <class Done>
-inline void for_tiles(int64_t num_rows, Done done) {
-  const int64_t num_tiles = tiles_of(num_rows);
+inline void for_tiles(int64_t num_rows, Done done, int64_t most = kTileRows) {
+  const int64_t num_tiles = tiles_of(num_rows, most);
   for (int64_t i = 0; i < num_tiles; i++) {
     const int64_t begin = num_rows * i / num_tiles, end = num_rows * (i + 1) / num_tiles;
     done(begin, int(end - begin));
