@@ -1,10 +1,11 @@
 """Where a step's time goes: each kind of operation against this machine's limits.
 
-    OMP_WAIT_POLICY=PASSIVE python load/step_profile.py [--rows 1,8,32] [--report FILE]
+    OMP_WAIT_POLICY=PASSIVE python load/step_profile.py [--decode 1,8,32] [--report FILE]
 
-Runs the planned forward pass of a model in bf16 with a clock between its operations. Decode steps
+Runs the planned forward pass of a bf16 model with a clock between its operations. Decode steps
 have one token of each sequence, prefill steps one chunk without a context before it. An operation's
-bound is what its bytes or its products take at the measured limits, whichever is more.
+bound is what its bytes or its products take at the measured limits, whichever is more; products
+with weights of 8 and 4 bits may do twice what bf16's do, as their instruction does.
 """
 
 import argparse
@@ -27,26 +28,31 @@ from shoal.kernels.native_library import load_native
 from shoal.kernels.native_plan import OpKind, OpTime
 from shoal.load.kernel_bench import BLOCK_SIZE, blocks_for, make_batch, timed
 
+BITS = {"none": 16, "int8": 8, "int4": 4}  # of a weight, without its scales
 PRODUCTS = (OpKind.LINEAR, OpKind.LOGITS, OpKind.EXPERT_LINEAR)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine gives at best."""
+    """What the machine gives at best, with weights of so many bits."""
 
     bytes_per_s: float
-    flops_per_s: float
+    flops_per_s: float  # in bf16
+    weight_bits: int = 16
 
     @classmethod
-    def measure(cls, rounds: int = 6) -> "Limits":
+    def measure(cls, weight_bits: int, rounds: int = 6) -> "Limits":
         buffer = torch.ones(64 * 2**20)  # 256 MiB
         square = torch.randn(1024, 1024).to(torch.bfloat16)
         read = min(timed(buffer.sum) for _ in range(rounds))
         product = min(timed(lambda: square @ square) for _ in range(rounds))
-        return cls(buffer.nbytes / read, 2 * 1024**3 / product)
+        return cls(buffer.nbytes / read, 2 * 1024**3 / product, weight_bits)
 
-    def seconds(self, num_bytes: float, num_flops: float) -> float:
-        return max(num_bytes / self.bytes_per_s, num_flops / self.flops_per_s)
+    def seconds(self, kind: OpKind, num_bytes: float, num_flops: float) -> float:
+        flops_per_s = self.flops_per_s
+        if kind in PRODUCTS and self.weight_bits < 16:
+            flops_per_s *= 2
+        return max(num_bytes / self.bytes_per_s, num_flops / flops_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +97,17 @@ def profile_rows(model: NativeDecoder, case: Case, rounds: int, limits: Limits) 
     for name, ops in by_name(model.plan.op_times()).items():
         seconds = sum(op.seconds for op in ops) / rounds
         row = f"| {name} | {len(ops)} | {seconds * 1e3:.2f} | {seconds / total:.0%} "
-        num_bytes, num_flops = work(model, case, ops)
+        num_bytes, num_flops = work(model, case, ops, limits.weight_bits)
         if num_bytes:
             row += f"| {num_bytes / seconds / 1e9:.1f} | {num_flops / seconds / 1e9:.0f} "
-            row += f"| {limits.seconds(num_bytes, num_flops) / seconds:.0%} |"
+            row += f"| {limits.seconds(ops[0].kind, num_bytes, num_flops) / seconds:.0%} |"
         else:
             row += "| | | |"
         rows.append(row)
-    bound = sum(limits.seconds(*work(model, case, [op])) for op in model.plan.op_times())
+    bound = sum(
+        limits.seconds(op.kind, *work(model, case, [op], limits.weight_bits))
+        for op in model.plan.op_times()
+    )
     rows += ["", f"All bounds together are {bound * 1e3:.2f} ms: {bound / total:.0%}.", ""]
     return rows
 
@@ -112,13 +121,15 @@ def by_name(ops: list[OpTime]) -> dict[str, list[OpTime]]:
     return dict(sorted(found.items(), key=lambda item: -sum(op.seconds for op in item[1])))
 
 
-def work(model: NativeDecoder, case: Case, ops: list[OpTime]) -> tuple[float, float]:
+def work(
+    model: NativeDecoder, case: Case, ops: list[OpTime], weight_bits: int
+) -> tuple[float, float]:
     """Bytes that these operations read from memory, and what they multiply and add."""
     num_bytes = num_flops = 0.0
     layers = model.config.kv_layout.layers
     for op in ops:
         if op.kind in PRODUCTS:
-            num_bytes += 2 * op.n * op.k
+            num_bytes += weight_bits / 8 * op.n * op.k
             num_flops += 2 * op.n * op.k * case.rows_of(op.kind)
         elif op.kind is OpKind.ATTENTION:
             heads = layers[0]
@@ -135,21 +146,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--decode", default="1,8,32,64", help="sequences of each decode step")
     parser.add_argument("--prefill", default="128,512", help="tokens of each prefill step")
+    parser.add_argument("--quantization", choices=list(BITS), default="none")
     parser.add_argument("--context", type=int, default=193)
     parser.add_argument("--report", type=Path, help="where to write; else it is only printed")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     library = load_native(kernels_dir(), print)
-    source = load_model(resolve_weights(args.model), torch.bfloat16).model
+    weights = resolve_weights(args.model)
+    source = load_model(weights, torch.bfloat16, quantization=args.quantization).model
     assert isinstance(source, Decoder), "the other native models are timed by their whole steps"
     model = NativeDecoder(source, library)
-    limits = Limits.measure()
+    limits = Limits.measure(BITS[args.quantization])
     cases = [Case(int(n), args.context, 1) for n in args.decode.split(",") if n]
     cases += [Case(1, int(n), int(n)) for n in args.prefill.split(",") if n]
+    precision = "bf16" if args.quantization == "none" else args.quantization
     text = "\n".join(
         [
-            f"# Where a step's time goes: {args.model}, bf16, {args.threads} threads",
+            f"# Where a step's time goes: {args.model}, {precision}, {args.threads} threads",
             "",
             "Made by `python load/step_profile.py`. An operation's bound is what its bytes take at "
             f"{limits.bytes_per_s / 1e9:.1f} GB/s or its products at "

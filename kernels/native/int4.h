@@ -60,16 +60,6 @@ void prepare_int4(const T* in, const int64_t* columns, int64_t k, int64_t group,
   for (int64_t i = k; i < round_up(k, 8); i++) values[i] = 0;
 }
 
-inline IntVec widen(const uint16_t* source) {
-#if defined(__AVX512F__)
-  return (IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)source));
-#else
-  IntVec out;
-  for (int i = 0; i < kLanes; i++) out[i] = source[i];
-  return out;
-#endif
-}
-
 inline IntVec widen(const uint8_t* source) {
 #if defined(__AVX512F__)
   return (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)source));
@@ -96,8 +86,8 @@ struct Int4Heads {
     }
     const char* pairs = panel + 2 * kPanel * groups + group / 2 * kPanel;
     for (int i = 0; i < kPanel; i += kLanes) {
-      const IntVec bits = widen(reinterpret_cast<const uint16_t*>(panel) + group * kPanel + i);
-      store(scales + i, (Vec)(bits << 16));
+      const auto* bits = reinterpret_cast<const BFloat16*>(panel) + group * kPanel + i;
+      store(scales + i, load_wide(bits));
       const IntVec pair = widen(reinterpret_cast<const uint8_t*>(pairs) + i);
       store_int(zeros + i, pair >> (group % 2 * 4) & 15);
     }
@@ -166,13 +156,15 @@ struct Int4Unpacked {
            num_groups(k, group) <= kMostGroups;
   }
 
-  void read(const char* panel, int64_t k, int64_t group, bool is_short) {
+  // False where a zero point is larger than 128, which no 4 bits call for.
+  bool read(const char* panel, int64_t k, int64_t group, bool is_short) {
     const int64_t groups = num_groups(k, group);
     const char* words = panel + int4_head_bytes(groups, is_short);
     Int4Heads heads;
     for (int64_t g = 0; g < groups; g++) {
       heads.read(panel, groups, g, is_short);
       std::memcpy(scales[g], heads.scales, sizeof heads.scales);
+      if (!is_short && *std::max_element(heads.zeros, heads.zeros + kPanel) > 128) return false;
       const int64_t end = (std::min(k, (g + 1) * group) + 7) / 8;
       for (int64_t octet = g * group / 8; octet < end; octet++) {
         int32_t* out = reinterpret_cast<int32_t*>(values + octet * 8 * kPanel);
@@ -185,6 +177,7 @@ struct Int4Unpacked {
         }
       }
     }
+    return true;
   }
 };
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "stored.h"
 #include "tile.h"
 
 namespace shoal {
@@ -55,16 +56,20 @@ inline int32_t max_lanes(IntVec value) {
 template <class T>
 StateGroup quantize_states(const T* in, const int64_t* columns, int64_t count, int8_t* out) {
   constexpr float kTiny = 1e-30f;  // below it 127 / x might be infinite
-  alignas(64) float values[kStateGroup] = {};
+  constexpr int kNumVecs = kStateGroup / kLanes;
   alignas(64) int8_t bytes[kStateGroup];
-  if (columns)
-    for (int64_t i = 0; i < count; i++) values[i] = to_float(in[columns[i]]);
-  else
-    for (int64_t i = 0; i < count; i++) values[i] = to_float(in[i]);
+  Vec values[kNumVecs];
+  if (count == kStateGroup && !columns) {
+    for (int i = 0; i < kNumVecs; i++) values[i] = load_wide(in + i * kLanes);
+  } else {
+    alignas(64) float some[kStateGroup] = {};
+    for (int64_t i = 0; i < count; i++) some[i] = to_float(in[columns ? columns[i] : i]);
+    for (int i = 0; i < kNumVecs; i++) values[i] = load(some + i * kLanes);
+  }
   // Magnitudes are in the order of their bits, NaN above all.
   IntVec most{}, sums{};
-  for (int i = 0; i < kStateGroup; i += kLanes) {
-    const IntVec magnitude = (IntVec)load(values + i) & (IntVec{} + 0x7fffffff);
+  for (int i = 0; i < kNumVecs; i++) {
+    const IntVec magnitude = (IntVec)values[i] & (IntVec{} + 0x7fffffff);
     most = magnitude > most ? magnitude : most;
   }
   const int32_t highest_bits = max_lanes(most);
@@ -75,14 +80,14 @@ StateGroup quantize_states(const T* in, const int64_t* columns, int64_t count, i
     return {std::nanf(""), 0};
   }
   const float inverse = highest > kTiny ? 127.0f / highest : 0.0f;
-  for (int i = 0; i < kStateGroup; i += kLanes) {
+  for (int i = 0; i < kNumVecs; i++) {
     // Adding 1.5 * 2^23 rounds to the nearest whole number, ties to even.
     const Vec magic = splat(12582912.0f);
-    const Vec whole = (load(values + i) * splat(inverse) + magic) - magic;
+    const Vec whole = (values[i] * splat(inverse) + magic) - magic;
     const IntVec steps = __builtin_convertvector(whole, IntVec);
     sums += steps;
     const ByteVec narrow = __builtin_convertvector(steps, ByteVec);
-    std::memcpy(bytes + i, &narrow, sizeof narrow);
+    std::memcpy(bytes + i * kLanes, &narrow, sizeof narrow);
   }
   if (count == kStateGroup)
     std::memcpy(out, bytes, kStateGroup);

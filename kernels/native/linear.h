@@ -133,19 +133,20 @@ void linear_tiles(const Linear& op, Epilogue epilogue, int64_t panel, const char
   }, most);
 }
 
-// As linear_panel; apart, for the size of its stack.
+// As linear_panel, or false where the panel does not suit; apart, for the size of its stack.
 template <class T>
-__attribute__((noinline)) void unpacked_panel(const Linear& op, Epilogue epilogue, int64_t panel,
+__attribute__((noinline)) bool unpacked_panel(const Linear& op, Epilogue epilogue, int64_t panel,
                                               const char* weight, const char* a, int64_t first,
                                               int64_t count, void* out, int64_t out_width,
                                               const Soon& soon) {
   Int4Unpacked unpacked;
-  unpacked.read(weight, op.k, op.group, op.format == Format::kInt4Short);
+  if (!unpacked.read(weight, op.k, op.group, op.format == Format::kInt4Short)) return false;
   const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
   linear_tiles<T>(op, epilogue, panel, a, first, count, out, out_width, soon, (op.k + 3) / 4,
                   [&](int rows, const char* states, float* sums, const Ahead& ahead) {
                     unpacked_tile(rows, states, a_stride, unpacked, op.k, op.group, sums, ahead);
                   });
+  return true;
 }
 
 // Rows [first, first + count) of a product, one panel of its columns.
@@ -158,8 +159,9 @@ void linear_panel(const Linear& op, Epilogue epilogue, int64_t panel, const char
   const int64_t weight_stride = panel_bytes<T>(op.format, op.k, op.group);
   const char* weight = static_cast<const char*>(op.weight) + panel * weight_stride;
   if (is_int4(op.format) &&
-      Int4Unpacked::suits(tiles_of(count, tile_rows(op.format)), op.k, op.group))
-    return unpacked_panel<T>(op, epilogue, panel, weight, a, first, count, out, out_width, soon);
+      Int4Unpacked::suits(tiles_of(count, tile_rows(op.format)), op.k, op.group) &&
+      unpacked_panel<T>(op, epilogue, panel, weight, a, first, count, out, out_width, soon))
+    return;
   const int64_t num_steps =
       std::max<int64_t>(1, fetch_steps(op.format, op.k, op.group, weight_stride / 128));
   linear_tiles<T>(op, epilogue, panel, a, first, count, out, out_width, soon, num_steps,

@@ -50,7 +50,7 @@ def exact(states: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor) -> 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize(("n", "k"), SIZES)
-@pytest.mark.parametrize("num_rows", [1, 3, 13, 50])
+@pytest.mark.parametrize("num_rows", [1, 3, 13, 50, 90])
 def test_states_in_8_bits_are_close_to_the_reference(
     native: NativeLibrary, dtype: torch.dtype, kind: str, num_rows: int, n: int, k: int
 ) -> None:
@@ -113,6 +113,20 @@ def test_int4_columns_in_another_order(native: NativeLibrary, dtype: torch.dtype
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize("largest", [15, 128, 255])
+def test_int4_zero_points_of_any_size(
+    native: NativeLibrary, dtype: torch.dtype, largest: int
+) -> None:
+    plain = quantize_int4(normal(40, 256), dtype)
+    assert plain.zeros is not None
+    weight = replace(plain, zeros=torch.where(plain.zeros == 7, largest, plain.zeros))
+    packed, states = native.pack_linear(weight), normal(90, 256, seed=1, dtype=dtype)
+    out = native.linear(states, packed)
+    assert torch.equal(out, torch.cat([native.linear(row[None], packed) for row in states]))
+    expected = linear(states.float(), weight, None)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5 * max(largest, 40))
+
+
 def test_int4_without_zero_points(native: NativeLibrary, dtype: torch.dtype) -> None:
     weight = replace(quantize_int4(normal(40, 256), dtype), zeros=None)
     states = normal(5, 256, seed=1, dtype=dtype)
@@ -155,11 +169,12 @@ def test_what_the_kernels_do_not_know_is_multiplied_dense(native: NativeLibrary)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("k", [333, 192])
 def test_a_row_alone_equals_the_row_among_others(
-    native: NativeLibrary, dtype: torch.dtype, kind: str
+    native: NativeLibrary, dtype: torch.dtype, kind: str, k: int
 ) -> None:
-    packed = native.pack_linear(SCHEMES[kind](normal(95, 333), dtype))
-    states = normal(200, 333, seed=1, dtype=dtype)
+    packed = native.pack_linear(SCHEMES[kind](normal(95, k), dtype))
+    states = normal(200, k, seed=1, dtype=dtype)
     alone = torch.cat([native.linear(row[None], packed) for row in states])
     for count in (1, 2, 3, 7, 12, 13, 25, 64, 130, 193):
         for start in (0, 200 - count):
