@@ -22,7 +22,7 @@ from shoal.load.compare.limits import Limits
 from shoal.load.compare.records import Journal, MachineLimits, Measured, Skipped
 from shoal.load.compare.report import TITLES
 from shoal.load.compare.roofline import ModelShape, Peaks, best_tokens_per_s
-from shoal.load.compare.rounds import Comparison, cases_for, output_of
+from shoal.load.compare.rounds import Comparison, cases_for, measure_limits, output_of
 from shoal.load.compare.servers import leave_on_sigterm
 from shoal.load.compare.summary import Spread, peaks
 from shoal.load.report import markdown_table
@@ -86,13 +86,16 @@ def main(
     journal = Journal(None)
     comparison = Comparison(journal, where, port)
     engine: list[EngineFigures] = []
+    found: list[Limits] = []
     load = os.getloadavg()[0]
     for number in range(1, rounds + 1):
         comparison.run(model, (bits,), (), cases, number)
-        limits = _limits(journal, number)
+        before = _limits(journal, number)
         loads = ",".join(f"{case.streams}:{case.requests}" for case in cases)
         command = ["-m", "shoal.load.compare.in_process", str(weights), bits, loads]
         output = output_of([sys.executable, *command], {"OMP_WAIT_POLICY": "PASSIVE"})
+        limits = highest(before, measure_limits())
+        found.append(limits)
         for loop in msgspec.json.decode(output, type=list[EngineLoop]):
             engine.append(EngineFigures.of(loop, shape, bits, peaks(limits, bits)))
             print(f"  in process, {loop.streams} streams: {engine[-1].tokens_per_s:.1f} tokens/s")
@@ -100,7 +103,7 @@ def main(
         sys.exit(f"error: {skipped[0].reason}")
     served = [record for record in journal.records if isinstance(record, Measured)]
     lines = [
-        *_head(journal, model, bits, load, rounds),
+        *_head(found, model, bits, load),
         *markdown_table(_HEADER, [_row(case.streams, engine, served) for case in cases]),
     ]
     print("\n".join(lines))
@@ -145,8 +148,7 @@ def _text(spread: Spread, form: str) -> str:
     return f"{form.format(spread.median)} ({form.format(spread.low)}–{form.format(spread.high)})"
 
 
-def _head(journal: Journal, model: str, bits: str, load: float, rounds: int) -> list[str]:
-    found = [record.limits for record in journal.records if isinstance(record, MachineLimits)]
+def _head(found: list[Limits], model: str, bits: str, load: float) -> list[str]:
     ranges = (
         ("memory is read at", [one.read_gb for one in found], "GB/s"),
         ("bf16 matrices are multiplied at", [one.bf16_gflop for one in found], "GFLOP/s"),
@@ -160,10 +162,11 @@ def _head(journal: Journal, model: str, bits: str, load: float, rounds: int) -> 
         "",
         "`python -m shoal.load.engine_roofline --report FILE` makes this page. "
         f"{TITLES.get(model, model)}, {bits}, 128 tokens in, 128 out, greedy, a closed loop; "
-        f"medians and ranges of {rounds} rounds in which the engine alone and the whole server "
+        f"medians and ranges of {len(found)} rounds in which the engine alone and the whole server "
         f"take turns. {cpu_name()}; the load average was {load:.1f} at the start.",
         "",
-        f"Limits, measured in each round by torch on all cores: {limits}.",
+        "Limits, by torch on all cores, in each round before the server and after the engine, of "
+        f"which the higher counts: {limits}.",
         "",
         "The roofline of a step is max(bytes / memory read, operations / product): each weight "
         "once, keys and values read and written; two operations for each weight and token, four "
@@ -175,6 +178,15 @@ def _head(journal: Journal, model: str, bits: str, load: float, rounds: int) -> 
         "takes is 1 − served / in process.",
         "",
     ]
+
+
+def highest(one: Limits, other: Limits) -> Limits:
+    """Of each limit the higher, as a busy moment can only lower one."""
+    return Limits(
+        max(one.read_gb, other.read_gb),
+        max(one.bf16_gflop, other.bf16_gflop),
+        max(one.int8_gop, other.int8_gop),
+    )
 
 
 def _limits(journal: Journal, number: int) -> Limits:

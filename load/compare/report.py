@@ -109,7 +109,7 @@ def _limit_lines(records: Sequence[Record]) -> list[str]:
         "## Limits of the machine",
         "",
         f"Measured at the start of each round ({len(found)}) with torch on all cores (the sum of "
-        "256 MiB, products of square matrices), the best of 12 tries each.",
+        "256 MiB in huge pages, products of square matrices), the best of a second's tries each.",
         "",
         *markdown_table(
             ("limit", "median", "range"),
