@@ -374,12 +374,7 @@ class Attention {
       const int64_t first_key = std::max<int64_t>(
           0, task_.lowest(first_row / group_, shape_.window) - start);
       if (mass_.units) scratch_.mass.begin_span(start, first_key, count);
-      if (start + kSpan < end)
-        look_ahead(task_, start + kSpan);
-      else if (next_)
-        look_ahead(*next_, first_span(*next_, next_->first_split));
-      else
-        ahead_.num_rows = 0;
+      look_ahead(start);
       for (int64_t head = 0; head < task_.num_kv_heads; head++) {
         gather(task_.kv_head + head, start, first_key, count);
         const int64_t base = head * num_rows_;
@@ -429,8 +424,19 @@ class Attention {
     });
   }
 
-  void look_ahead(const AttentionTask& task, int64_t start) {
-    ahead_.begin(dim_ * sizeof(S), dim_, task.num_kv_heads);
+  // What is fetched while the span at `start` is at hand: the next one. A task's last span may be too
+  // short to fetch all of the next task's first, so the span before it goes on with that.
+  void look_ahead(int64_t start) {
+    const int64_t end = std::min(task_.end_split * kSplit, task_.end());
+    const bool only = start == first_span(task_, task_.first_split);
+    if (start + kSpan >= end && !only) return;
+    ahead_.begin(dim_ * sizeof(S), dim_, task_.num_kv_heads);
+    if (start + kSpan < end) fetch_soon(task_, start + kSpan);
+    if (next_ && start + 2 * kSpan >= end && next_->num_kv_heads == task_.num_kv_heads)
+      fetch_soon(*next_, first_span(*next_, next_->first_split));
+  }
+
+  void fetch_soon(const AttentionTask& task, int64_t start) {
     find_slots(task, start, std::min(kSpan, task.end() - start), [&](int64_t, int64_t slot) {
       const int64_t index = (slot * shape_.heads.num_kv_heads + task.kv_head) * dim_;
       ahead_.add(static_cast<const S*>(cache_.keys) + index);

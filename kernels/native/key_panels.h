@@ -44,7 +44,7 @@ inline void transpose_16(const int32_t* const* source, int32_t* target, int64_t 
 // sees them coming, and are fetched a few lines at a time: many at once would wait for each other,
 // and all else for them.
 struct SpanAhead {
-  const char* rows[2 * kSpan];  // of all heads of the task, which lie side by side
+  const char* rows[4 * kSpan];  // of two spans at most  // of all heads of the task, which lie side by side
   int num_rows = 0, row = 0, row_bytes = 0, num_heads = 1, rows_per_square = 1;
 
   void begin(int64_t head_bytes, int64_t head_dim, int64_t heads) {
