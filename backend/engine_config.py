@@ -60,7 +60,7 @@ class EngineConfig:
     memory_ceiling_mib: int | None = None  # of the worker; None: what the device has left for it
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    decode_stretch: float = 2.0  # times as long prompts may make a step for those that decode
+    decode_stretch: float = 1.8  # times as long prompts may make a step for those that decode
     max_queued_requests: int = 1024
     prefix_caching: bool = True  # keep computed blocks for requests that begin alike
     prefix_eviction: str = "reuse"  # which cached blocks go first: lru, lfu, or least reusable

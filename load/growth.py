@@ -24,7 +24,7 @@ LENGTH = 128  # tokens of each prompt, and of each answer
 
 def main(
     port: Annotated[int, typer.Option(help="Of the server, and the three after it.")] = 19130,
-    decode_stretch: float = 2.0,
+    decode_stretch: float = 1.8,
     report: Annotated[Path | None, typer.Option(help="Write Markdown and a plot there.")] = None,
 ) -> None:
     """Measure, print, and write a report if asked."""

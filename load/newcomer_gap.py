@@ -82,7 +82,7 @@ def main(
     port: Annotated[int, typer.Option(help="Of the server, and the three after it.")] = 19130,
     rounds: int = 3,
     outputs: Annotated[int, typer.Option(help="Tokens of each stream.")] = 320,
-    decode_stretch: float = 2.0,
+    decode_stretch: float = 1.8,
     report: Annotated[Path | None, typer.Option(help="Write Markdown there.")] = None,
 ) -> None:
     """Measure, print, and write a report if asked."""

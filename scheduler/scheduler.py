@@ -39,7 +39,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int  # the token budget of one step
     max_model_len: int  # prompt and output together
-    decode_stretch: float = 2.0  # times as long prompts may make a step for those that decode
+    decode_stretch: float = 1.8  # times as long prompts may make a step for those that decode
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.max_model_len < 2:
