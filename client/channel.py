@@ -27,6 +27,7 @@ MAX_MESSAGE_BYTES = 8 * 2**20  # of submissions that travel together, unless one
 MAX_RESUBMITS = 5
 # A channel that has just ended may refuse orders before its last response is here.
 LEAVE_S = 0.25
+SEND_TIMEOUT_S = 30.0
 
 Start = Callable[[AsyncIterator[Any]], Any]
 
@@ -36,8 +37,8 @@ class ModelChannel:
 
     A channel is opened when it is first needed, and again after it has ended. ``version`` may be
     empty: the server's choice, which may change meanwhile; a request stays where it was taken.
-    Each channel has a gRPC stream of its own: a version that is being unloaded takes no orders, and
-    the end of that stream is all that can still be said to it.
+    Each channel has a gRPC stream of its own, which carries nothing else: a version that is being
+    unloaded takes no orders, and the end of that stream is all that can still be said to it.
     """
 
     def __init__(self, start: Start, model: str, version: str = "") -> None:
@@ -158,16 +159,19 @@ class ModelChannel:
 
     async def _run(self, opening: Opening) -> None:
         """Read a gRPC stream to its end, which ends all requests of its channel."""
-        call = opening.call = self._start(self._requests(opening))
+        while not opening.to_submit:
+            opening.wanted.clear()
+            await opening.wanted.wait()
+            if opening.has_ended:
+                return
+        call = opening.call = self._start(_held_open(self._submission_message(opening), opening))
+        sender = asyncio.create_task(self._send_orders(opening))
         try:
-            async for response in call:
-                if response.error_message:
-                    self._refused(opening, response.infer_response.id, response.error_message)
-                else:
-                    self._read(opening, response.infer_response)
             failure = errors.unavailable(
                 "The model server ended the answer before it was finished."
             )
+            async for response in call:
+                self._take(opening, response)
         except grpc.RpcError as error:
             failure = errors.from_grpc(error.code().name, error.details())
         except asyncio.CancelledError:
@@ -181,19 +185,51 @@ class ModelChannel:
             logger.exception("the channel to %s failed", self._model)
             failure = ShoalError("The model server sent a malformed response.", 502, "bad_gateway")
             call.cancel()
+        else:
+            if opening.was_idle:  # what was on its way comes back, and goes to the next channel
+                await sender
+        finally:
+            sender.cancel()
         self._end_all_of(opening, failure)
 
-    async def _requests(self, opening: Opening) -> AsyncIterator[Any]:
-        """What this side of a gRPC stream says, as it comes to be wanted."""
-        while True:
+    async def _send_orders(self, opening: Opening) -> None:
+        """One message after another, as they come to be wanted, so that they arrive in order.
+
+        Each in a call of its own: where tritonserver (2.51) refuses a message while it sends a
+        response of the same call, it writes both at once, and that ends its process.
+        """
+        while not opening.has_ended:
             message = self._next_message(opening)
-            if message is not None:
-                yield message
-            elif opening.has_ended:
-                return
-            else:
+            if message is None:
                 opening.wanted.clear()
                 await opening.wanted.wait()
+                continue
+            failure: ShoalError | None = None
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    async for response in self._start(_once(message)):
+                        self._take(opening, response)
+            except grpc.RpcError as error:
+                failure = errors.from_grpc(error.code().name, error.details())
+            except TimeoutError:
+                failure = errors.unavailable("The model server did not take the request.")
+            except asyncio.CancelledError:  # gRPC's own, unless it is our task's
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                failure = errors.from_grpc("CANCELLED", "the call was cancelled")
+            except Exception:
+                logger.exception("an order to %s failed", self._model)
+                opening.call.cancel()  # nothing else would tell those that wait
+                return
+            if failure is not None:
+                self._end_those(self._sent_with(opening, message.id), failure)
+
+    def _take(self, opening: Opening, response: Any) -> None:
+        if response.error_message:
+            self._refused(opening, response.infer_response.id, response.error_message)
+        else:
+            self._read(opening, response.infer_response)
 
     def _next_message(self, opening: Opening) -> Any | None:
         if opening.to_submit:
@@ -234,8 +270,7 @@ class ModelChannel:
             raw_input_contents=[data],
         )
         request.inputs.add(name="channel", datatype="UINT8", shape=[len(data)])
-        if orders.opens:
-            request.parameters["triton_enable_empty_final_response"].bool_param = True
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
         return request
 
     def _read(self, opening: Opening, response: Any) -> None:
@@ -263,6 +298,7 @@ class ModelChannel:
     def _ended(self, opening: Opening, is_idle: bool) -> None:
         """The channel is no more. One that was idle had no requests; those on their way to it come
         back as unknown, those that wait go to the next."""
+        opening.was_idle = is_idle
         waiting, opening.to_submit = opening.to_submit, []
         self._forget(opening)
         for stream in waiting:
@@ -340,6 +376,15 @@ class ModelChannel:
         for stream in streams:
             self._streams.pop(stream.ref, None)
             stream.end(error)
+
+
+async def _held_open(message: Any, opening: Opening) -> AsyncIterator[Any]:
+    yield message
+    await opening.over.wait()
+
+
+async def _once(message: Any) -> AsyncIterator[Any]:
+    yield message
 
 
 def _utf8(name: str, text: str | None) -> bytes | None:

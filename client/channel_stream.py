@@ -137,8 +137,10 @@ class Opening:
     to_submit: list[ChannelStream] = field(default_factory=list)
     cancellations: list[int] = field(default_factory=list)
     wanted: asyncio.Event = field(default_factory=asyncio.Event)  # there are orders to send
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # with the channel's end
     is_closed_to_orders: bool = False  # its version is being unloaded
     has_ended: bool = False
+    was_idle: bool = False  # when it ended
     call: Any = None
     task: asyncio.Task[None] | None = None
 
@@ -151,6 +153,7 @@ class Opening:
         """Nothing more is sent; the gRPC stream ends when all was answered."""
         self.has_ended = True
         self.wanted.set()
+        self.over.set()
 
 
 def _delta(told: ChannelDelta) -> Delta:

@@ -231,7 +231,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                     if orders is None:
                         begin(self._answer, message, replies.put, cancelled)
                     else:
-                        self._take(orders, message, replies.put, own_channels, begin)
+                        self._take(orders, message, replies.put, own_channels)
             for worker in workers:
                 worker.join()
             replies.put(None)
@@ -246,9 +246,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         message: Any,
         send: Callable[[Any], None],
         own_channels: list[FakeChannel],
-        begin: Callable[..., None],
     ) -> None:
-        """Carry out orders, in the order in which they come."""
+        """Carry out orders, in the order in which they come. A message that does not open the
+        channel ends at once."""
         reply = _Reply(message, send)
         model = self._find(message, reply)
         if model is None:
@@ -267,7 +267,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 channel.cancelled[ref].set()
         for submission in read_submissions(orders):
             channel.cancelled[submission.ref] = threading.Event()
-            begin(self._serve_in, model, channel, submission, message.model_version)
+            served = (model, channel, submission, message.model_version)
+            threading.Thread(target=self._serve_in, args=served, daemon=True).start()
+        if not orders.opens:
+            reply.send([], True)
 
     def _serve_in(
         self, model: FakeModel, channel: FakeChannel, submission: Submission, version: str

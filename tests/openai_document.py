@@ -8,6 +8,7 @@ document says less than OpenAI's own service and its prose do.
 import functools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,9 @@ class _KeptStream(httpx.SyncByteStream, httpx.AsyncByteStream):
             FINDINGS.check(method, path, self._response.status_code, kind, body)
 
 
-def check_httpx() -> None:
-    """Have every answer that httpx brings from now on checked: for servers in other processes."""
+@contextmanager
+def checked_httpx() -> Iterator[None]:
+    """Have every answer that httpx brings meanwhile checked: for servers in other processes."""
     whole = httpx.HTTPTransport.handle_request
     whole_async = httpx.AsyncHTTPTransport.handle_async_request
 
@@ -241,3 +243,8 @@ def check_httpx() -> None:
 
     httpx.HTTPTransport.handle_request = handle  # type: ignore[method-assign]
     httpx.AsyncHTTPTransport.handle_async_request = handle_async  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        httpx.HTTPTransport.handle_request = whole  # type: ignore[method-assign]
+        httpx.AsyncHTTPTransport.handle_async_request = whole_async  # type: ignore[method-assign]

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai_document import check_httpx
+from openai_document import checked_httpx
 from served import Served, serve
 
-check_httpx()
+
+@pytest.fixture(autouse=True)
+def answers_of_the_server_are_checked() -> Iterator[None]:
+    with checked_httpx():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
