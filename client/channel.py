@@ -243,7 +243,8 @@ class ModelChannel:
         opens = not opening.message_id
         if opens:
             opening.message_id = message_id
-        batch, size = [], 0
+        batch: list[msgspec.Raw] = []
+        size = 0
         while opening.to_submit and (not batch or size < MAX_MESSAGE_BYTES):
             stream = opening.to_submit.pop(0)
             stream.message_id = message_id
