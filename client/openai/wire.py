@@ -50,26 +50,6 @@ def error_headers(error: ShoalError) -> dict[str, str]:
 class AnswerWire(Protocol):
     """Formats the answer to one request: whole, or its events in order."""
 
-    def _running_usage(self, index: int) -> dict[str, Any] | None:
-        if not self.continuous_usage:
-            return None
-        return usage_body(self._usage_of.get(index, Usage()))
-
-    def text_event(self, index: int, text: str) -> bytes:
-        """The event of new text and nothing else: all but the text is encoded once a choice."""
-        if self.continuous_usage:
-            return self.event(self.text_choice(index, text))
-        around = self._around_text.get(index)
-        if around is None:
-            mark = f"text of {self.id}"
-            before, after = self.event(self.text_choice(index, mark)).split(orjson.dumps(mark))
-            around = self._around_text[index] = (before, after)
-        return around[0] + orjson.dumps(text) + around[1]
-
-    def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """What an event says of a choice that gained text and nothing else."""
-        raise NotImplementedError
-
     def body(self, choices: list[ChoiceDelta], usage: Usage) -> bytes: ...
 
     def start_events(self, index: int) -> bytes: ...
