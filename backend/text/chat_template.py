@@ -25,7 +25,8 @@ from shoal.scheduler.errors import RequestError
 
 MAX_TEMPLATE_REASON = 200  # characters of a template's own complaint that a client sees
 _DEFAULT_OPTIONS = TemplateOptions()
-_FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # one of Unicode's private-use planes
+# Rare ideographs: templates may write what Python shows of a value, which escapes private-use ones.
+_FIRST_RARE, _LAST_RARE = 0x20000, 0x2A6DF
 
 
 _ASKED = {"role": "user", "content": "a"}
@@ -77,7 +78,8 @@ class ChatTemplate:
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"The model's chat template does not compile: {error}.") from error
-        self._knows_tools = "tools" in names
+        # SmolLM3's has two lists of tools: called by JSON, and by Python code.
+        self._tools_name = next((name for name in ("tools", "xml_tools") if name in names), None)
         self._knows_calls = "tool_calls" in source
         self.part_roles = frozenset(role for role in _PROBES if self._takes_parts(role))
 
@@ -119,7 +121,7 @@ class ChatTemplate:
             messages = _with_end_marked(messages, end_mark)
         if not self._knows_calls:
             messages = [_calls_as_text(message) for message in messages]
-        if tools and not self._knows_tools:
+        if tools and self._tools_name is None:
             messages = [_as_text(message) for message in messages]
             messages, tools = describe_tools(messages, tools), ()
         words: list[Any] = [messages, list(tools)]
@@ -138,8 +140,8 @@ class ChatTemplate:
         return self._template.render(
             messages=messages,
             add_generation_prompt=options.add_generation_prompt,
-            tools=tools or None,
             documents=None,
+            **{"tools": None, self._tools_name or "tools": tools or None},
             **options.variables,
             **self._special_texts,
         )
@@ -211,12 +213,12 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _free_character(messages: list[Any]) -> str:
-    """A private-use character that no message holds."""
+    """A character that no message holds."""
     used = set().union(*map(set, _strings(messages)))
-    for code in range(_FIRST_PRIVATE, _LAST_PRIVATE):
+    for code in range(_FIRST_RARE, _LAST_RARE):
         if chr(code) not in used:
             return chr(code)
-    raise RequestError("messages hold every private-use character.", param="messages")
+    raise RequestError("messages hold every ideograph that there is.", param="messages")
 
 
 def _refusal(error: Exception) -> str:
@@ -243,13 +245,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; here it only passes."""
+    """``{% generation %}`` marks the assistant's words for training; here it is only a scope of
+    its own, as with transformers."""
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
 
 
 def _tojson(

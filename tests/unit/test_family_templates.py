@@ -42,6 +42,8 @@ FAMILIES = {
     "llama-3.1": Family("llama3_1", LLAMA3, "<|eot_id|>", "<|begin_of_text|>", True),
     "llama-3.2": Family("llama3_2", LLAMA3, "<|eot_id|>", "<|begin_of_text|>", True),
     "mistral, mixtral": Family("mistral", ("<s>", "</s>"), "</s>", "<s>", True),
+    "smollm-3": Family("smollm3", (*QWEN, "<think>", "</think>"), "<|im_end|>"),
+    "qwen-2": Family("qwen2", QWEN, "<|im_end|>"),
     "qwen-2.5": Family("qwen2_5", QWEN, "<|im_end|>"),
     "qwen-3": Family("qwen3", QWEN, "<|im_end|>"),
     "qwen-3 2507, qwen-3-moe": Family("qwen3_instruct_2507", QWEN, "<|im_end|>"),
@@ -99,6 +101,8 @@ CHATS: dict[str, list[dict[str, Any]]] = {
         said("assistant", parts("b ", " c")),
         said("user", parts("d", "")),
     ],
+    "thinks": [said("system", "Be brief. /think"), said("user", "hi"), said("assistant", "\n\nHo")],
+    "thinks not": [said("system", "/no_think"), said("user", "hi"), said("assistant", "\nHo")],
     "answered": [said("user", "hi"), said("assistant", "Hello, ")],
     "call": [
         said("user", "Weather in Rome?"),
@@ -280,3 +284,40 @@ def test_an_answer_goes_on_where_it_stopped(pair: Pair) -> None:
     rendered = pair.template.render(parse_messages(chat), (), options)
     theirs = pair.theirs.apply_chat_template(chat, return_dict=False, continue_final_message=True)
     assert rendered.encode(pair.ours) == theirs
+
+
+# What SmolLM3's own template is made of, in few words.
+MARKED = """{%- set mode = "/think" if enable_thinking | default(true) else "/no_think" -%}
+{{- strftime_now("%d %B %Y") ~ mode ~ (python_tools is defined) -}}
+{%- for tool in (xml_tools or [])[:] -%}{{- (tool | string) ~ "\n" -}}{%- endfor -%}
+{%- for message in messages -%}
+  {%- generation -%}{%- set mode = "inside" -%}
+  {{ message.role ~ message.content.lstrip("\n") ~ mode }}
+  {%- endgeneration -%}
+{%- endfor -%}{{- mode -}}"""
+
+
+@pytest.mark.parametrize("enable_thinking", [True, False])
+@pytest.mark.parametrize("description", ["plain", "l'été <|im_end|> 🤗", None])
+def test_tools_of_a_second_name_and_words_marked_for_training(
+    description: str | None, enable_thinking: bool, tmp_path: Path
+) -> None:
+    family = FAMILIES["smollm-3"]
+    theirs = PreTrainedTokenizerFast(tokenizer_object=fast_tokenizer(family), chat_template=MARKED)
+    theirs.save_pretrained(tmp_path)
+    ours = Tokenizer.from_checkpoint(tmp_path)
+    template = ChatTemplate.from_tokenizer(ours)
+    assert template is not None
+    function = TOOL["function"] | ({"description": description} if description else {})
+    use = take_tools({"tools": [TOOL | {"function": function}]})
+    assert use is not None
+    chat = [said("user", "\nhi"), said("assistant", "Ho")]
+    options = TemplateOptions(variables={"enable_thinking": enable_thinking})
+    rendered = template.render(parse_messages(chat), use.tools, options)
+    expected = theirs.apply_chat_template(
+        chat, tokenize=False, xml_tools=list(use.tools), enable_thinking=enable_thinking
+    )
+    assert rendered.text == expected
+    ids = rendered.encode(ours)
+    assert ours.decode(ids) == expected
+    assert not {ours.special_tokens[text] for text in family.special} & set(ids)
