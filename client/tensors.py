@@ -15,6 +15,7 @@ from shoal.client.types import Delta, Heartbeat
 HEARTBEAT_FIELDS = {
     name: kind for name, kind in Heartbeat.__annotations__.items() if kind in (str, int, float)
 }
+HEARTBEAT_OBJECTS = [name for name in Heartbeat.__annotations__ if name not in HEARTBEAT_FIELDS]
 
 
 def string_input(name: str, value: str) -> InferInput:
@@ -187,10 +188,9 @@ def read_heartbeat(response: Any) -> Heartbeat | None:
         value = payload.get(name)
         if value is not None:
             fields[name] = kind(value)
-    if isinstance(payload.get("self_test"), dict):
-        fields["self_test"] = payload["self_test"]
-    if isinstance(payload.get("tiers"), dict):
-        fields["tiers"] = payload["tiers"]
+    for name in HEARTBEAT_OBJECTS:
+        if isinstance(payload.get(name), dict):
+            fields[name] = payload[name]
     return Heartbeat(**fields)
 
 

@@ -114,6 +114,7 @@ class FakeModel:
     loaded: bool = True
     loading: bool = False
     beating: bool = True
+    queue: dict[str, Any] | None = None  # as its beats tell of it
     stub_alive: bool = True  # a dead stub leaves running requests hanging and refuses new ones
     separate_final: bool = False  # the final flag comes alone, after the last response
     is_shoal: bool = True
@@ -371,6 +372,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             payload = {"state": model.state, "model": reply.model, "version": "1", "step": index}
             payload |= {"step_age_ms": 1.5, "free_blocks": 64, "max_model_len": 128, "new": 1}
             payload["self_test"] = {"ok": True, "num_prompts": 4}
+            payload["queue"] = model.queue
             reply.send([_string("control_output", json.dumps(payload))], index == count - 1)
             pause = control.get("interval_ms", 250) / 1000 if index < count - 1 else 0
             if self._sleep(model, pause, cancelled):

@@ -20,6 +20,7 @@ from shoal.backend import model as model_module  # noqa: E402
 from shoal.backend.model import TritonPythonModel  # noqa: E402
 from shoal.backend.service import Service, TextParts  # noqa: E402
 from shoal.backend.text.chat_template import ChatTemplate  # noqa: E402
+from shoal.client.types import Heartbeat  # noqa: E402
 
 WAIT_S = 20.0
 
@@ -268,6 +269,7 @@ def test_status_and_heartbeat(backend: Backend) -> None:
     payload = json.loads(status.value("control_output")[0])
     assert payload["state"] == "ready"
     assert (payload["model"], payload["version"]) == ("fake", "1")
+    assert set(payload) == set(Heartbeat.__annotations__)  # what a client reads is what is told
     beats = backend.ask(control='{"op":"heartbeat","interval_ms":50,"count":3}')
     assert [json.loads(beat.value("control_output")[0])["state"] for beat in beats] == ["ready"] * 3
 

@@ -251,6 +251,27 @@ def test_refusal_of_the_backend_has_its_own_status(
     assert error["code"] == "context_length_exceeded"
 
 
+def test_beats_that_tell_of_a_full_queue_shut_the_door(
+    http: httpx.Client, model: FakeModel
+) -> None:
+    def status() -> int:
+        return http.post(CHAT, json=chat()).status_code
+
+    closed = {"is_closed": True, "places": 0, "max_queued_requests": 16}
+    model.queue = closed | {"interval_ms": 1e6, "promised_ms": 5000.0}
+    wait_until(lambda: status() == 429, "still open")
+    model.requests.clear()
+    for path, body in ((CHAT, chat()), (COMPLETIONS, completion(stream=True))):
+        response = http.post(path, json=body)
+        error = refusal(response, 429, None)
+        assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+        assert int(response.headers["retry-after-ms"]) > 5000
+        assert response.headers["x-request-id"]
+    assert not model.requests
+    model.queue = None
+    wait_until(lambda: status() == 200, "still shut")
+
+
 def test_prompt_is_named_as_the_caller_named_it(http: httpx.Client, model: FakeModel) -> None:
     for backend_name in ("text_input", "input_ids"):
         error = {"message": f"{backend_name} is bad", "status": 400, "param": backend_name}
