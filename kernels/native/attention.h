@@ -74,7 +74,30 @@ struct AttentionWork {
   std::vector<AttentionTask> tasks;
   std::vector<AttentionTask> merges;  // of tasks that were split
   int64_t num_partials = 0;           // floats
+  // Blocks that single tokens attend to, by thread, in its order: offsets in the layer's cache.
+  std::vector<std::vector<int64_t>> blocks;
 };
+
+// Tasks of single tokens read their keys and values once. Where so many rows are computed that
+// products leave memory idle, it is they that fetch them.
+constexpr int64_t kBusyRows = 24;
+
+inline void find_blocks(AttentionWork& work, const Batch& batch, const AttentionShape& shape,
+                        int64_t block_bytes, const Team& team) {
+  const int64_t num_tasks = work.tasks.size();
+  work.blocks.assign(team.num_threads(), {});
+  for (int64_t thread = 0; thread < team.num_threads(); thread++)
+    for (int64_t i = team.first_task(thread, num_tasks);
+         i < team.first_task(thread + 1, num_tasks); i++) {
+      const AttentionTask& task = work.tasks[i];
+      if (task.num_tokens > 1 || task.num_kv_heads < shape.heads.num_kv_heads) continue;
+      const int64_t begin = std::max(task.first_split * kSplit, task.lowest(0, shape.window));
+      const int64_t end = std::min(task.end_split * kSplit, task.end());
+      const int64_t* blocks = batch.block_tables + task.seq * batch.max_blocks;
+      for (int64_t block = begin / batch.block_size; block * batch.block_size < end; block++)
+        work.blocks[thread].push_back(blocks[block] * block_bytes);
+    }
+}
 
 // Each thread's own tasks are neighbours: those that are in turn must become so.
 inline void deal_out(std::vector<AttentionTask>& tasks, int64_t num_threads) {
@@ -186,6 +209,7 @@ class AttentionScratch {
   std::vector<float> merged_maxima;  // [rows]
   std::vector<float> merged_totals;  // [rows]
   MassScratch mass;
+  Pieces pieces;  // of the next attention's keys and values
 
  private:
   template <class Element>

@@ -24,10 +24,26 @@ struct Linear {
   const int64_t* columns = nullptr;  // int4: the feature of each column, or null for their order
 };
 
-// Bytes that a thread will read soon.
+// Pieces of two large buffers, in order, that a thread reads after the products at hand: each tile
+// fetches one piece of both.
+struct Pieces {
+  const char* buffers[2] = {nullptr, nullptr};
+  int64_t num_bytes = 0;  // of a piece
+  const int64_t* next = nullptr;  // offsets in both
+  const int64_t* end = nullptr;
+
+  void give(Ahead& ahead, int64_t num_steps) {
+    if (next == end || !ahead.begin || num_steps < 2) return;
+    ahead.add(buffers[0] + *next, buffers[1] + *next, num_bytes, num_steps);
+    next++;
+  }
+};
+
+// Bytes that a thread will read soon, and what comes after them.
 struct Soon {
   const char* begin = nullptr;
   int64_t num_bytes = 0;
+  Pieces* pieces = nullptr;
 };
 
 template <class T>
@@ -127,7 +143,8 @@ void linear_tiles(const Linear& op, Epilogue epilogue, int64_t panel, const char
   int64_t tile = 0;
   for_tiles(count, [&](int64_t begin, int rows) {
     begin += first;
-    const Ahead ahead = Ahead::share(soon.begin, soon.num_bytes, tile++, num_tiles, num_steps);
+    Ahead ahead = Ahead::share(soon.begin, soon.num_bytes, tile++, num_tiles, num_steps);
+    if (soon.pieces) soon.pieces->give(ahead, num_steps);
     multiply(rows, a + begin * a_stride, sums, ahead);
     store_tile<T>(epilogue, panel, sums, bias, begin, rows, out, out_width);
   }, most);
@@ -196,7 +213,8 @@ void linear(Team& team, int64_t operation, const Linear& op, Epilogue epilogue, 
     const int64_t first = num_rows * block / num_blocks;
     const int64_t count = num_rows * (block + 1) / num_blocks - first;
     const char* weight = static_cast<const char*>(op.weight);
-    const Soon soon = next < 0 ? then : Soon{weight + next % panels * bytes, bytes};
+    const Soon soon =
+        next < 0 ? then : Soon{weight + next % panels * bytes, bytes, then.pieces};
     linear_panel<T>(op, epilogue, task % panels, a, first, count, out, out_width, soon);
   });
 }

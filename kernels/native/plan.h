@@ -134,6 +134,11 @@ class Plan : public PlanBase {
         next = i;
     }
     std::reverse(next_product_.begin(), next_product_.end());
+    for (int64_t i = num_ops, next = -1; i-- > 0;) {
+      if (OpKind(ops[i].kind) == OpKind::kAttention) next = i;
+      next_attention_.push_back(next);
+    }
+    std::reverse(next_attention_.begin(), next_attention_.end());
     while (first_select_ < num_ops && OpKind(ops[first_select_].kind) != OpKind::kSelect)
       first_select_++;
   }
@@ -147,12 +152,13 @@ class Plan : public PlanBase {
     for (size_t i = 0; i < ops_.size(); i++)
       if (OpKind(ops_[i].kind) == OpKind::kRoute)
         experts_[ops_[i].heads].resize(rows_of(i, step), ops_[i].k);
+    team_.begin(2 * ops_.size(), step.num_threads);
     lay_out_attention(step);
     const BlockMass mass{step.block_mass};
-    team_.begin(2 * ops_.size(), step.num_threads);
 #pragma omp parallel num_threads(int(step.num_threads))
     {
       auto& scratch = *scratch_[omp_get_thread_num()];
+      scratch.pieces = pieces_before(0, step);
       const bool timed = step.op_nanoseconds && omp_get_thread_num() == 0;
       auto start = std::chrono::steady_clock::now();
       for (size_t i = 0; i < ops_.size(); i++) {
@@ -200,9 +206,28 @@ class Plan : public PlanBase {
       const bool masses = step.block_mass && group == 0 && !samples_only;
       works_.push_back({group, masses, samples_only, shape, batch,
                         attention_work(batch, shape, step.num_threads, !masses)});
+      if (step.num_tokens >= kBusyRows)
+        find_blocks(works_.back().work, batch, shape, block_bytes(step, shape.heads), team_);
       num_partials = std::max(num_partials, works_.back().work.num_partials);
     }
     if (int64_t(partials_.size()) < num_partials) partials_.resize(num_partials);
+  }
+
+  static int64_t block_bytes(const Step& step, const HeadShape& heads) {
+    return step.block_size * heads.key_width() * stored_size(Stored(step.stored));
+  }
+
+  // What products from operation `number` on fetch for the attention that follows them.
+  Pieces pieces_before(int64_t number, const Step& step) const {
+    const int64_t next = number < int64_t(ops_.size()) ? next_attention_[number] : -1;
+    if (next < 0) return {};
+    const AttentionWork& work = works_[work_of_[next]].work;
+    if (work.blocks.empty()) return {};
+    const LayerCache cache = cache_of(step, ops_[next].layer);
+    const std::vector<int64_t>& blocks = work.blocks[omp_get_thread_num()];
+    return {{static_cast<const char*>(cache.keys), static_cast<const char*>(cache.values)},
+            block_bytes(step, heads_[ops_[next].heads].shape().heads),
+            blocks.data(), blocks.data() + blocks.size()};
   }
 
   LayerCache cache_of(const Step& step, int32_t layer) const {
@@ -231,9 +256,12 @@ class Plan : public PlanBase {
   }
 
   // What this thread reads first in the product after operation `number`.
-  Soon after(const Team& team, int64_t number) const {
+  Soon after(const Team& team, int64_t number, AttentionScratch<T>& scratch) const {
     const int64_t next = next_product_[number];
-    return next < 0 ? Soon{} : first_panel<T>(team, product(ops_[next]));
+    if (next < 0) return {};
+    Soon soon = first_panel<T>(team, product(ops_[next]));
+    soon.pieces = &scratch.pieces;
+    return soon;
   }
 
   template <class Element>
@@ -356,7 +384,7 @@ class Plan : public PlanBase {
       }
       case OpKind::kLinear:
         linear<T>(team, turn, product(op), Epilogue(op.epilogue), row<char>(op.in, 0), num_rows,
-                  row<char>(op.out, 0), shapes_[op.out].width, after(team, number));
+                  row<char>(op.out, 0), shapes_[op.out].width, after(team, number, scratch));
         break;
       case OpKind::kKeepStates:
         if (!step.hidden_states) break;
@@ -369,7 +397,8 @@ class Plan : public PlanBase {
       case OpKind::kLogits:
         linear<T>(team, turn, product(op),
                   step.num_samples < kFarRows ? Epilogue::kStore : Epilogue::kStoreFar,
-                  row<char>(op.in, 0), step.num_samples, step.logits, op.n, after(team, number));
+                  row<char>(op.in, 0), step.num_samples, step.logits, op.n,
+                  after(team, number, scratch));
         break;
       case OpKind::kPrepare:
         if (number && follows_with_rows(number - 1)) break;
@@ -393,6 +422,7 @@ class Plan : public PlanBase {
         attention<T>(team, turn, layout.work, layout.batch, shape, cache, row<T>(op.in, 0),
                      row<T>(op.out, 0), partials_.data(), scratch,
                      layout.masses ? mass : BlockMass{});
+        scratch.pieces = pieces_before(number + 1, step);
         break;
       }
     }
@@ -408,6 +438,7 @@ class Plan : public PlanBase {
 
   std::vector<PlanOp> ops_;
   std::vector<int64_t> next_product_;  // by operation; -1: none
+  std::vector<int64_t> next_attention_;  // likewise
   Team team_;
   std::vector<PlanBuffer> shapes_;
   std::vector<PlanHeads> heads_;

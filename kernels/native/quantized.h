@@ -69,7 +69,7 @@ inline void format_tile(Format format, int rows, const char* a, int64_t a_stride
     if (rows < kRows)
       return format_tile<T, kRows - 1>(format, rows, a, a_stride, panel, k, group, out, ahead);
   }
-  const Ahead some = ahead.streams[0] ? ahead : Ahead{{panel, panel}, 0};
+  const Ahead some = ahead.begin ? ahead : Ahead::nothing(panel);
   if constexpr (kRows <= kStateRows) {
     if (format == Format::kInt8) return int8_rows<kRows>(a, a_stride, panel, k, out, some);
     if (is_int4(format)) {
@@ -94,7 +94,7 @@ inline void unpacked_tile(int rows, const char* a, int64_t a_stride, const Int4U
     if (rows < kRows)
       return unpacked_tile<kRows - 1>(rows, a, a_stride, panel, k, group, out, ahead);
   }
-  const Ahead some = ahead.streams[0] ? ahead : Ahead{{panel.values, panel.values}, 0};
+  const Ahead some = ahead.begin ? ahead : Ahead::nothing(panel.values);
   has_whole_groups(k, group)
       ? unpacked_rows<kRows, kGroupOctets>(a, a_stride, panel, k, group, out, some)
       : unpacked_rows<kRows, 0>(a, a_stride, panel, k, group, out, some);

@@ -12,6 +12,10 @@ namespace shoal {
 
 enum class Stored : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kFp8 = 3 };
 
+inline int64_t stored_size(Stored type) {
+  return type == Stored::kFloat32 ? 4 : type == Stored::kBFloat16 ? 2 : 1;
+}
+
 struct Fp8 {  // e4m3: 4 bits of exponent, 3 of mantissa, no infinity, 0x7f is NaN
   uint8_t bits;
 };

@@ -6,6 +6,8 @@
 // the number of rows nor a row's place among them can change its bits.
 #pragma once
 
+#include <algorithm>
+
 #include "vec.h"
 
 namespace shoal {
@@ -23,24 +25,38 @@ constexpr int kTileRows = 1;
 #endif
 constexpr int kPrefetchBytes = 2048;
 
-// What a tile fetches into the second-level cache while it computes: its share of what is read
-// next, in two streams, so that memory is read all the time and not by a panel's first tile alone.
+// What a tile fetches into the second-level cache while it computes, in two streams: its share of
+// what is read next, so that memory is read all the time and not by a panel's first tile alone.
 struct Ahead {
-  const char* streams[2] = {nullptr, nullptr};
-  int64_t step = 0;  // bytes
+  const char* begin = nullptr;
+  int64_t step = 0;            // bytes
+  int64_t second = 0, third = 0;  // of the other stream, after `begin`: before step `turn`, and
+  int64_t turn = 0;               // from then on
 
   // The share of tile `tile` of `num_tiles`, each of `num_steps`, in `num_bytes` from `source` on.
   static Ahead share(const char* source, int64_t num_bytes, int64_t tile, int64_t num_tiles,
                      int64_t num_steps) {
     if (!source) return {};
     const int64_t half = (num_bytes / num_tiles + 1) / 2;
-    const char* begin = source + num_bytes * tile / num_tiles;
-    return {{begin, begin + half}, (half + num_steps - 1) / num_steps};
+    return {source + num_bytes * tile / num_tiles, (half + num_steps - 1) / num_steps, half, half,
+            0};
+  }
+
+  // Nothing: `here` is at hand anyway. A branch in every step would cost more.
+  static Ahead nothing(const void* here) { return {static_cast<const char*>(here)}; }
+
+  // The share in one stream; in the other `num_bytes` of one thing and then of another.
+  void add(const char* one, const char* other, int64_t num_bytes, int64_t num_steps) {
+    turn = num_steps / 2;
+    step = std::min<int64_t>(64, std::max(2 * step, (num_bytes + turn - 1) / turn));
+    second = one - begin;
+    third = other - begin - turn * step;
   }
 
   void fetch(int64_t i) const {
-    __builtin_prefetch(streams[0] + i * step, 0, 2);
-    __builtin_prefetch(streams[1] + i * step, 0, 2);
+    const char* at = begin + i * step;
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + (i < turn ? second : third), 0, 2);
   }
 };
 
@@ -90,44 +106,51 @@ inline Vec pair_multiply_add(IntVec states, IntVec weights, Vec acc) {
 #endif
 }
 
-// Inlined before the compiler decides what lives in registers: the sums must.
-template <int kRows>
-__attribute__((always_inline)) inline void add_pair(const int32_t (&states)[kRows],
-                                                    const BFloat16* source,
-                                                    Vec (&sums)[kRows][kVecs]) {
-  IntVec weights[kVecs];
-  for (int v = 0; v < kVecs; v++) weights[v] = (IntVec)load((const float*)source + v * kLanes);
-#pragma GCC unroll 12
-  for (int row = 0; row < kRows; row++) {
-    const IntVec state = states[row] - IntVec{};
-    for (int v = 0; v < kVecs; v++)
-      sums[row][v] = pair_multiply_add(state, weights[v], sums[row][v]);
-  }
+// One pair of k, in all lanes. Straight from memory: by way of other registers each costs an
+// instruction more, and there are not enough of them.
+inline IntVec splat_pair(const BFloat16* source) {
+#if defined(__AVX512F__)
+  float pair;
+  std::memcpy(&pair, source, sizeof pair);
+  return (IntVec)_mm512_set1_ps(pair);
+#else
+  int32_t pair;
+  std::memcpy(&pair, source, sizeof pair);
+  return pair - IntVec{};
+#endif
 }
 
 template <int kRows, bool kAccumulate>
 __attribute__((noinline)) void tile_sums(const BFloat16* a, int64_t a_stride,
                                          const BFloat16* panel, int64_t k, float* out,
                                          int64_t out_stride, const Ahead& ahead) {
+  constexpr int kBases = (kRows + 2) / 3;  // rows are a base and 0 to 2 strides: few addresses
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++)
       sums[row][v] = kAccumulate ? load(out + row * out_stride + v * kLanes) : Vec{};
+  const BFloat16* bases[kBases];
+#pragma GCC unroll 4
+  for (int i = 0; i < kBases; i++) bases[i] = a + 3 * i * a_stride;
+  const auto add_pair = [&](auto state) {
+    IntVec weights[kVecs];
+    for (int v = 0; v < kVecs; v++) weights[v] = (IntVec)load((const float*)panel + v * kLanes);
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; row++) {
+      const IntVec both = state(bases[row / 3] + row % 3 * a_stride);
+      for (int v = 0; v < kVecs; v++)
+        sums[row][v] = pair_multiply_add(both, weights[v], sums[row][v]);
+    }
+  };
   for (int64_t pair = 0; pair < k / 2; pair++) {
-    int32_t states[kRows];
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; row++)
-      std::memcpy(states + row, a + row * a_stride + 2 * pair, sizeof(int32_t));
     ahead.fetch(pair);
-    add_pair<kRows>(states, panel + pair * 2 * kPanel, sums);
+    add_pair(splat_pair);
+    panel += 2 * kPanel;
+#pragma GCC unroll 4
+    for (int i = 0; i < kBases; i++) bases[i] += 2;
   }
-  if (k % 2) {
-    int32_t states[kRows];
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; row++) states[row] = a[row * a_stride + k - 1].bits;
-    add_pair<kRows>(states, panel + k / 2 * 2 * kPanel, sums);
-  }
+  if (k % 2) add_pair([](const BFloat16* last) { return int32_t(last->bits) - IntVec{}; });
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
@@ -136,8 +159,7 @@ __attribute__((noinline)) void tile_sums(const BFloat16* a, int64_t a_stride,
 template <int kRows, class T>
 inline void tile_rows(const T* a, int64_t a_stride, const T* panel, int64_t k, float* out,
                       int64_t out_stride, bool accumulate, const Ahead& ahead) {
-  const char* here = reinterpret_cast<const char*>(panel);
-  const Ahead some = ahead.streams[0] ? ahead : Ahead{{here, here}, 0};
+  const Ahead some = ahead.begin ? ahead : Ahead::nothing(panel);
   if (accumulate)
     tile_sums<kRows, true>(a, a_stride, panel, k, out, out_stride, some);
   else
