@@ -223,8 +223,17 @@ def _describe(app: FastAPI, example_model: str) -> Schema:
         _answers(operation, summary, answer, is_streamed=path in STREAMED)
     for path, (summary, answer) in GETS.items():
         _answers(paths[path]["get"], summary, answer)
-    deleted = paths["/v1/responses/{response_id}"]["delete"]
-    _answers(deleted, "Forget a stored response", "DeletedResponse")
+    (model_id,) = paths["/v1/models/{model_id}"]["get"]["parameters"]
+    model_id["example"] = example_model
+    stored = paths["/v1/responses/{response_id}"]
+    _answers(stored["delete"], "Forget a stored response", "DeletedResponse")
+    paths["/v1/responses"]["post"]["responses"]["200"]["links"] = {
+        name: {
+            "operationId": stored[method]["operationId"],
+            "parameters": {"response_id": "$response.body#/id"},
+        }
+        for name, method in (("read", "get"), ("forget", "delete"))
+    }
     document["paths"] = paths
     document["components"] = {
         "schemas": schemas,
