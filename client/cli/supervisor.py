@@ -61,7 +61,7 @@ class Control(Protocol):
 
     async def unload(self, model: str) -> None: ...
 
-    async def was_unloaded(self, model: str) -> bool: ...
+    async def was_unloaded(self, model: str) -> bool | None: ...
 
     async def close(self) -> None: ...
 
@@ -206,11 +206,13 @@ class Supervisor:
         """Wait for tritonserver to answer and load every model.
 
         At the first start a model that cannot load is an error; later it is tried again by the
-        watch, so that it does not take the others down.
+        watch, so that it does not take the others down. What somebody had unloaded before the
+        server ended is not loaded.
         """
         await self.control.wait_live()
+        wanted = [name for name in self.plan.models if name not in self._left_unloaded]
         results = await asyncio.gather(
-            *(self._load(name) for name in self.plan.models), return_exceptions=True
+            *(self._load(name) for name in wanted), return_exceptions=True
         )
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures and not self._server_was_up.is_set():
@@ -285,6 +287,8 @@ class Supervisor:
             loaded_at = self._loaded_at.get(monitor.model)
             if loaded_at is None:  # its server is being started
                 continue
+            if monitor.age_s < self._revive_after_s:  # it beats: it is loaded
+                self._left_unloaded.discard(monitor.model)
             silent_s = min(monitor.age_s, now - loaded_at)
             if silent_s >= self._revive_after_s:
                 if await self._is_left_unloaded(monitor.model):
@@ -296,6 +300,8 @@ class Supervisor:
     async def _is_left_unloaded(self, name: str) -> bool:
         """Whether somebody else had the model unloaded: what it runs goes to its end."""
         unloaded = name not in self._unrevived and await self.control.was_unloaded(name)
+        if unloaded is None:  # its server may be dying: what was known of it holds for the next
+            return name in self._left_unloaded
         if unloaded and name not in self._left_unloaded:
             self.console.event(f"{name} was unloaded; it stays so until it is loaded again.")
             self._left_unloaded.add(name)

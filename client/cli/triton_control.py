@@ -54,20 +54,21 @@ class TritonControl:
         except InferenceServerException as error:
             raise ModelLoadError(load_reason(model, str(error))) from error
 
-    async def was_unloaded(self, model: str) -> bool:
-        """Whether somebody had it unloaded, or is about to, or is loading it again. Of a model
-        whose process has died, and of one that could not be loaded, the server says otherwise."""
+    async def was_unloaded(self, model: str) -> bool | None:
+        """Whether somebody had it unloaded, or is about to, or is loading it again, or nobody has
+        loaded it since the server started. Of a model whose process has died, and of one that could
+        not be loaded, the server says otherwise. None: it does not answer."""
         try:
             index = await self._client.get_model_repository_index(
                 headers=self._headers, client_timeout=CALL_TIMEOUT_S
             )
         except InferenceServerException:
-            return False
+            return None
         versions = [entry for entry in index.models if entry.name == model]
         if any(entry.state == "READY" for entry in versions):
             return False
         return any(
-            entry.state in ("UNLOADING", "LOADING") or entry.reason == "unloaded"
+            entry.state in ("", "UNLOADING", "LOADING") or entry.reason == "unloaded"
             for entry in versions
         )
 

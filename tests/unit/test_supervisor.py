@@ -47,6 +47,7 @@ class FakeControl:
     broken: dict[str, str] = field(default_factory=dict)
     unload_hangs: bool = False
     unloaded: set[str] = field(default_factory=set)
+    is_silent: bool = False  # as one that is dying
 
     async def wait_live(self) -> None:
         self.calls.append("live")
@@ -57,9 +58,9 @@ class FakeControl:
             raise ModelLoadError(self.broken[model])
         self.unloaded.discard(model)
 
-    async def was_unloaded(self, model: str) -> bool:
+    async def was_unloaded(self, model: str) -> bool | None:
         self.calls.append(f"unloaded? {model}")
-        return model in self.unloaded
+        return None if self.is_silent else model in self.unloaded
 
     async def unload(self, model: str) -> None:
         self.calls.append(f"unload {model}")
@@ -263,6 +264,31 @@ async def test_a_model_that_somebody_unloads_is_left_so(tmp_path: Path) -> None:
         assert stage.output.getvalue().count("was unloaded") == 1
         stage.control.unloaded.clear()  # loaded again, and its process dies
         await stage.until(lambda: stage.control.calls.count("load m") >= 2)
+
+
+async def test_a_model_that_somebody_unloaded_stays_so_when_its_server_dies(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+
+    async def asked_again() -> None:
+        asked = stage.control.calls.count("unloaded? m")
+        await stage.until(lambda: stage.control.calls.count("unloaded? m") >= asked + 2)
+
+    async with stage.running():
+        stage.control.unloaded.add("m")
+        stage.monitor.age_s = 1000.0
+        await stage.until(lambda: "was unloaded" in stage.output.getvalue())
+        stage.control.is_silent = True
+        await asked_again()
+        os.kill(stage.pids("server")[0], signal.SIGKILL)
+        await stage.until(lambda: len(stage.pids("server")) == 2)
+        stage.control.is_silent = False
+        await asked_again()
+        assert stage.control.calls.count("load m") == 1
+        stage.control.unloaded.clear()  # somebody loads it
+        stage.monitor.age_s = 0.0
+        await stage.until(lambda: not stage.supervisor._left_unloaded)
+        os.kill(stage.pids("server")[1], signal.SIGKILL)
+        await stage.until(lambda: stage.control.calls.count("load m") == 2)
 
 
 async def test_idle_server_is_not_waited_for_in_vain(
