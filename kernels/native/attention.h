@@ -218,11 +218,13 @@ class AttentionScratch {
   }
 };
 
-// Scores to weights for one row; rescales what the row has gathered when its maximum rises.
-// Of the `kSpan` scores those from `first` to `end` (1 or more) count.
-inline void weigh(float* scores, int64_t first, int64_t end, const AttentionShape& shape,
+// Scores to weights for one row, kept by keep(i, kLanes of them from i on); rescales what the row
+// has gathered when its maximum rises. Of the `kSpan` scores those from `first` to `end` (1 or
+// more) count.
+template <class Keep>
+inline void weigh(const float* scores, int64_t first, int64_t end, const AttentionShape& shape,
                   const float* key_scales, float& row_max, float* totals, float* sums,
-                  int64_t width) {
+                  int64_t width, Keep keep) {
   constexpr int kParts = kSpan / kLanes;
   Vec parts[kParts];
   for (int i = 0; i < kParts; i++) {
@@ -253,7 +255,7 @@ inline void weigh(float* scores, int64_t first, int64_t end, const AttentionShap
   }
   for (int i = 0; i < kParts; i++) {
     const Vec weight = exponential(parts[i] - splat(new_max));
-    store(scores + i * kLanes, weight);
+    keep(i * kLanes, weight);
     total += weight;
   }
   store(totals, total);
@@ -488,8 +490,16 @@ class Attention {
     const int64_t first = std::max<int64_t>(0, task_.lowest(token, shape_.window) - start);
     const int64_t end = std::min(kSpan, task_.first_index + token + 1 - start);
     constexpr bool scaled = StoredTraits<S>::kScaled;
-    weigh(scores, first, end, shape_, scaled ? key_scales_ : nullptr, scratch_.maxima[row],
-          &scratch_.totals[row * kLanes], &scratch_.sums[row * width_], width_);
+    const auto weigh_to = [&](auto keep) {
+      weigh(scores, first, end, shape_, scaled ? key_scales_ : nullptr, scratch_.maxima[row],
+            &scratch_.totals[row * kLanes], &scratch_.sums[row * width_], width_, keep);
+    };
+    if constexpr (!scaled && !std::is_same_v<Weight<T>, float>)
+      if (!mass_.units)
+        return weigh_to([&](int i, Vec weight) {
+          store_rounded(weight, &scratch_.weights[row * kSpan + i]);
+        });
+    weigh_to([&](int i, Vec weight) { store(scores + i, weight); });
     if (mass_.units) scratch_.mass.add_row(row, scores, scratch_.maxima[row]);
     if constexpr (scaled)
       for (int64_t i = 0; i < kSpan; i += kLanes)

@@ -8,34 +8,29 @@
 namespace shoal {
 
 #if defined(__AVX512F__)
-// 16 x 16 words: rows [16] at `source` with a stride, columns to `target` with a stride.
+// 16 x 16 words: rows [16] at `source`, columns to `target` with a stride. What rows 4 apart
+// have in four columns is loaded into one register: half the shuffles that whole rows would take.
 inline void transpose_16(const int32_t* const* source, int32_t* target, int64_t target_stride) {
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(source[i]);
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; i++) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; i++) {
-    _mm512_storeu_si512(target + i * target_stride, _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88));
-    _mm512_storeu_si512(target + (8 + i) * target_stride,
-                        _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd));
-    _mm512_storeu_si512(target + (4 + i) * target_stride,
-                        _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88));
-    _mm512_storeu_si512(target + (12 + i) * target_stride,
-                        _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
+  for (int64_t column = 0; column < 16; column += 4) {
+    __m512i r[4], t[4];
+    for (int i = 0; i < 4; i++) {
+      const auto part = [&](int row) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(source[row] + column));
+      };
+      r[i] = _mm512_castsi128_si512(part(i));
+      r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, part(4 + i));
+      r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, part(8 + i));
+      r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xf000, part(12 + i));
+    }
+    t[0] = _mm512_unpacklo_epi32(r[0], r[1]);
+    t[1] = _mm512_unpackhi_epi32(r[0], r[1]);
+    t[2] = _mm512_unpacklo_epi32(r[2], r[3]);
+    t[3] = _mm512_unpackhi_epi32(r[2], r[3]);
+    int32_t* to = target + column * target_stride;
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi64(t[0], t[2]));
+    _mm512_storeu_si512(to + target_stride, _mm512_unpackhi_epi64(t[0], t[2]));
+    _mm512_storeu_si512(to + 2 * target_stride, _mm512_unpacklo_epi64(t[1], t[3]));
+    _mm512_storeu_si512(to + 3 * target_stride, _mm512_unpackhi_epi64(t[1], t[3]));
   }
 }
 #endif

@@ -65,7 +65,14 @@ inline float sum_lanes(Vec value) {
   return lanes[0];
 }
 
-inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+// b where either is NaN.
+inline Vec maximum(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 inline float max_lanes(Vec value) {
 #if defined(__AVX512F__)
@@ -83,9 +90,14 @@ inline float max_lanes(Vec value) {
 // it stays at exp(88.3); NaN stays NaN.
 inline Vec exponential(Vec x) {
   const Vec low = splat(-87.0f), high = splat(88.3f);
+#if defined(__AVX512F__)
+  const __mmask16 stays = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
+  x = (Vec)_mm512_min_ps((__m512)high, (__m512)x);
+#else
   const auto vanishes = x < low;
   x = vanishes ? low : x;
   x = x > high ? high : x;
+#endif
   // Adding 1.5 * 2^23 leaves the nearest whole number in the low bits of the mantissa.
   const Vec magic = splat(12582912.0f);
   const Vec shifted = multiply_add(x, splat(1.44269504088896341f), magic);
@@ -99,10 +111,14 @@ inline Vec exponential(Vec x) {
   p = multiply_add(p, r, splat(1.6666665459e-1f));
   p = multiply_add(p, r, splat(5.0000001201e-1f));
   p = multiply_add(p, r * r, r) + splat(1.0f);
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_scalef_ps(stays, (__m512)p, (__m512)whole);
+#else
   const IntVec exponent = ((IntVec)shifted - (IntVec)magic) << 23;
   const Vec out = (Vec)((IntVec)p + exponent);
   // The integer addition could turn a NaN into a number.
   return vanishes ? splat(0.0f) : (x == x ? out : x);
+#endif
 }
 
 struct BFloat16 {
