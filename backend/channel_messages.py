@@ -8,8 +8,9 @@ Both ends import this; it knows neither Triton nor gRPC.
 import msgspec
 
 # Responses that may be on their way unread; beyond, what comes is joined until some were read.
-WINDOW = 16
-ACK_EVERY = 8
+# An order costs a few times what a response does, so they are not told often.
+WINDOW = 64
+ACK_EVERY = 32
 # So long after the last response another one goes out even so: a version that is being unloaded
 # gets no more orders, and so is not told what was read.
 UNREAD_PACE_S = 0.25

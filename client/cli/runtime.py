@@ -231,6 +231,7 @@ CONTROL_HEADER = "shoal-control-key"
 # tritonserver parses JSON by recursion: with the usual 8 MiB of stack a body of 130,000 brackets
 # ends it. A thread's stack is only address space until it is used.
 SERVER_STACK_BYTES = 4 << 30
+NUM_SENDING_THREADS = 4  # of each model, for what its stub sends
 
 
 def server_environment(runtime: TritonRuntime, run_dir: Path, cache_root: Path) -> dict[str, str]:
@@ -285,6 +286,8 @@ def server_command(
         f"--log-verbose={log_verbose}",
         # A name of our own lets what a killed server left in /dev/shm be found and removed.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+        # Each response goes through one of these threads, by turns: of 32 each is always cold.
+        f"--backend-config=python,thread-pool-size={NUM_SENDING_THREADS}",
     ]
     if control_key is not None:
         command += [

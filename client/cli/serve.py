@@ -216,6 +216,9 @@ def _shim_specs(settings: ServeSettings, run_dir: RunDir, control_key: str) -> l
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",
         "SHOAL_CONTROL_KEY": control_key,
+        # What is read wakes one thread, not three in turn, each of which would take a core from
+        # the model.
+        "GRPC_EXPERIMENTS": os.environ.get("GRPC_EXPERIMENTS", "-event_engine_client"),
     }
     names = [f"openai-api-{number}" for number in range(1, num_workers + 1)]
     return [
