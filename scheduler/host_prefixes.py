@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from shoal.scheduler.prefix_tree import EvictedRun, path_digests
+from shoal.scheduler.path_digests import path_digests
+from shoal.scheduler.prefix_nodes import EvictedRun
 from shoal.scheduler.transfers import BlockCopy, DiskLoad, DiskResult, DiskStore, Transfer
 
 MAX_DISK_WAIT_S = 1.0

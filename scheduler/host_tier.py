@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from shoal.scheduler.host_pool import Checkpoint, HostPool
 from shoal.scheduler.host_prefixes import DiskIndex, HostPrefix, HostPrefixes
-from shoal.scheduler.prefix_tree import EvictedRun
+from shoal.scheduler.prefix_nodes import EvictedRun
 from shoal.scheduler.return_cost import ReturnCosts
 from shoal.scheduler.transfers import BlockCopy, DiskResult, Transfer
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from shoal.scheduler.block_pool import BlockPool, num_blocks_for
 from shoal.scheduler.host_tier import HostTier
 from shoal.scheduler.outputs import Restored
-from shoal.scheduler.prefix_tree import PrefixLock, PrefixMatch, PrefixTree
+from shoal.scheduler.prefix_nodes import PrefixLock, PrefixMatch
+from shoal.scheduler.prefix_tree import PrefixTree
 from shoal.scheduler.return_cost import UNMEASURED, ReturnPlan, ReturnWay
 from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.transfers import DeviceCopy, Transfer

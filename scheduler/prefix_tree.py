@@ -8,73 +8,20 @@ sequence that reads such blocks holds a lock on their path. Only unlocked leaves
 their tails, so that what stays is always a usable prefix.
 """
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Sequence
 
 from shoal.scheduler.eviction import EvictionPolicy, NodeUsage
-
-
-@dataclass(slots=True, eq=False)
-class PrefixNode:
-    """A run of blocks with no branch inside; `token_ids` is block_size tokens for each block."""
-
-    parent: "PrefixNode | None"
-    token_ids: list[int]
-    block_ids: list[int]
-    usage: NodeUsage
-    path_keys: list[int] = field(default_factory=list)  # one a block, if the policy keeps history
-    children: dict[tuple[int, ...], "PrefixNode"] = field(default_factory=dict)
-    exact: dict[bytes, int] = field(default_factory=dict)  # prompt digest -> its blocks in here
-    num_locks: int = 0  # locks on this run or on one below
-    stamp: int = 0  # number of the one valid heap entry; 0: none
-    salt: bytes = b""  # of roots only
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class PrefixMatch:
-    """The longest cached prefix of a prompt. Good until the tree changes: lock it at once."""
-
-    block_ids: list[int]
-    num_tokens: int
-    node: PrefixNode
-    num_node_blocks: int  # how many of the node's blocks belong to the match
-    version: int
-
-
-@dataclass(slots=True, eq=False)
-class PrefixLock:
-    """Keeps a path from eviction until it is given to `unlock`, once."""
-
-    node: PrefixNode
-    released: bool = False
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class InsertResult:
-    """`duplicate_block_ids` were not taken over: the caller frees them. `match` covers it all."""
-
-    duplicate_block_ids: list[int]
-    match: PrefixMatch
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class EvictedRun:
-    """Blocks about to leave, first to last on their path, for a tier that may keep their KV.
-
-    `path_digests` are `path_digests(salt, prefix + token_ids, block_size)` of just these blocks.
-    """
-
-    salt: bytes
-    num_prefix_tokens: int
-    token_ids: list[int]
-    block_ids: list[int]
-    path_digests: list[bytes]
-
-
-DemoteHook = Callable[[EvictedRun], None]
+from shoal.scheduler.eviction_candidates import EvictionCandidates
+from shoal.scheduler.path_digests import path_digests, prompt_digest
+from shoal.scheduler.prefix_nodes import (
+    DemoteHook,
+    EvictedRun,
+    InsertResult,
+    PrefixLock,
+    PrefixMatch,
+    PrefixNode,
+    ancestors,
+)
 
 
 class PrefixTree:
@@ -98,11 +45,8 @@ class PrefixTree:
         self._roots: dict[bytes, PrefixNode] = {}
         self._exact: dict[bytes, PrefixNode] = {}
         self._tick = 0
-        self._stamp = 0
         self._version = 0
-        self._num_candidates = 0  # unlocked leaves, each with one valid heap entry
-        self._heap: list[tuple[float, int, PrefixNode]] = []
-        self._expiry: list[tuple[float, int, PrefixNode]] = []
+        self._candidates = EvictionCandidates(policy)
 
     def match(
         self, salt: bytes, token_ids: Sequence[int], max_tokens: int | None = None
@@ -127,7 +71,7 @@ class PrefixTree:
         if node is None:
             return None
         taken = node.exact[digest]
-        path = [node, *_ancestors(node)]
+        path = [node, *ancestors(node)]
         if path[-1].salt != salt:
             return None
         block_ids: list[int] = []
@@ -152,7 +96,7 @@ class PrefixTree:
         while step is not None:
             if step.num_locks == 0:
                 self.num_evictable -= len(step.block_ids)
-                self._drop_candidate(step)
+                self._candidates.drop(step)
             step.num_locks += 1
             step = step.parent
         return PrefixLock(node)
@@ -168,13 +112,13 @@ class PrefixTree:
             parent = step.parent
             if step.num_locks == 0:
                 self.num_evictable += len(step.block_ids)
-                self._add_candidate(step, now)
+                self._candidates.add(step, now)
                 self._forget_empty_root(step)
             step = parent
 
     def num_blocks_kept(self, lock: PrefixLock) -> int:
         """Blocks of a locked path that others have locked too."""
-        path = [lock.node, *_ancestors(lock.node)]
+        path = [lock.node, *ancestors(lock.node)]
         return sum(len(step.block_ids) for step in path if step.num_locks > 1)
 
     def insert(
@@ -227,13 +171,9 @@ class PrefixTree:
     def evict(self, num_blocks: int) -> list[int]:
         """Give up at most `num_blocks` blocks, worst first, and return their ids."""
         now = self._now()
-        self._refresh_expired(now)
+        self._candidates.refresh(now)
         evicted: list[int] = []
-        while len(evicted) < num_blocks and self._heap:
-            _, stamp, node = self._heap[0]
-            if stamp != node.stamp:
-                heappop(self._heap)
-                continue
+        while len(evicted) < num_blocks and (node := self._candidates.worst()) is not None:
             self._take_tail(node, num_blocks - len(evicted), evicted, now)
         self.num_evicted += len(evicted)
         return evicted
@@ -268,9 +208,8 @@ class PrefixTree:
                 stack.extend(node.children.values())
         assert len(seen) == self.num_blocks
         assert num_evictable == self.num_evictable
-        assert num_candidates == self._num_candidates
+        self._candidates.check_integrity(num_candidates)
         assert num_exact == len(self._exact)
-        assert sum(stamp == node.stamp for _, stamp, node in self._heap) == num_candidates
 
     def _check_node(self, node: PrefixNode) -> None:
         size = self.block_size
@@ -403,10 +342,10 @@ class PrefixTree:
             usage = history.fork(count)
             usage.depth = parent.usage.depth + len(parent.block_ids)
         node = PrefixNode(parent, tokens, block_ids, usage, keys)
-        self._drop_candidate(parent)
+        self._candidates.drop(parent)
         parent.children[tuple(tokens[: self.block_size])] = node
         self.num_evictable += count
-        self._add_candidate(node, now)
+        self._candidates.add(node, now)
         return node
 
     def _new_usage(self, parent: PrefixNode, num_blocks: int, now: float) -> NodeUsage:
@@ -422,7 +361,7 @@ class PrefixTree:
         return usage
 
     def _record_use(self, node: PrefixNode, num_output_tokens: int | None, now: float) -> None:
-        path = [node, *_ancestors(node)][:-1]
+        path = [node, *ancestors(node)][:-1]
         growth = sum(len(step.block_ids) for step in path if step.usage.num_uses == 0)
         for step in reversed(path):
             usage = step.usage
@@ -437,8 +376,8 @@ class PrefixTree:
             usage.last_tick = self._tick
             if num_output_tokens is not None:
                 self.policy.on_use(usage, now)
-        self._drop_candidate(node)
-        self._add_candidate(node, now)
+        self._candidates.drop(node)
+        self._candidates.add(node, now)
 
     def _path_keys(self, node: PrefixNode, tokens: list[int]) -> list[int]:
         """A cheap chained hash for each block, for statistics only: no KV is found by it."""
@@ -449,40 +388,6 @@ class PrefixTree:
             key = hash((key, *tokens[start : start + size]))
             keys.append(key)
         return keys
-
-    def _drop_candidate(self, node: PrefixNode) -> None:
-        if node.stamp:
-            node.stamp = 0
-            self._num_candidates -= 1
-
-    def _add_candidate(self, node: PrefixNode, now: float) -> None:
-        if node.children or node.parent is None or node.stamp or node.num_locks:
-            return
-        self._num_candidates += 1
-        self._push(node, now)
-        if len(self._heap) > 2 * self._num_candidates + 64:
-            self._heap = [entry for entry in self._heap if entry[1] == entry[2].stamp]
-            heapify(self._heap)
-        if len(self._expiry) > 2 * self._num_candidates + 64:
-            self._expiry = [entry for entry in self._expiry if entry[1] == entry[2].stamp]
-            heapify(self._expiry)
-
-    def _push(self, node: PrefixNode, now: float) -> None:
-        score = self.policy.score(node.usage, now)
-        self._stamp += 1
-        node.stamp = self._stamp
-        heappush(self._heap, (score.value, node.stamp, node))
-        if score.valid_until != float("inf"):
-            heappush(self._expiry, (score.valid_until, node.stamp, node))
-
-    def _refresh_expired(self, now: float) -> None:
-        expired = []  # pushed afterwards, so that a score that is stale at once cannot loop
-        while self._expiry and self._expiry[0][0] <= now:
-            _, stamp, node = heappop(self._expiry)
-            if stamp == node.stamp:
-                expired.append(node)
-        for node in expired:
-            self._push(node, now)
 
     def _take_tail(self, node: PrefixNode, wanted: int, evicted: list[int], now: float) -> None:
         """Move up to `wanted` blocks from the end of an unlocked leaf to `evicted`."""
@@ -517,9 +422,9 @@ class PrefixTree:
     def _remove(self, node: PrefixNode, now: float) -> None:
         parent = node.parent
         assert parent is not None
-        self._drop_candidate(node)
+        self._candidates.drop(node)
         del parent.children[tuple(node.token_ids[: self.block_size])]
-        self._add_candidate(parent, now)
+        self._candidates.add(parent, now)
         self._forget_empty_root(parent)
 
     def _forget_empty_root(self, node: PrefixNode) -> None:
@@ -527,7 +432,7 @@ class PrefixTree:
             del self._roots[node.salt]
 
     def _evicted_run(self, node: PrefixNode, keep: int) -> EvictedRun:
-        path = list(reversed([node, *_ancestors(node)]))
+        path = list(reversed([node, *ancestors(node)]))
         tokens = [token for step in path for token in step.token_ids]
         lost = len(node.block_ids) - keep
         start = len(tokens) - lost * self.block_size
@@ -535,25 +440,3 @@ class PrefixTree:
         return EvictedRun(
             path[0].salt, start, tokens[start:], node.block_ids[keep:], digests[-lost:]
         )
-
-
-def path_digests(salt: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Salted SHA-256 of the path up to the end of each full block, chained block by block."""
-    digest = sha256(salt).digest()
-    digests = []
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        block = array("q", token_ids[end - block_size : end]).tobytes()
-        digest = sha256(digest + block).digest()
-        digests.append(digest)
-    return digests
-
-
-def prompt_digest(salt: bytes, token_ids: Sequence[int]) -> bytes:
-    """Salted SHA-256 of a whole prompt."""
-    return sha256(sha256(salt).digest() + array("q", token_ids).tobytes()).digest()
-
-
-def _ancestors(node: PrefixNode) -> Iterator[PrefixNode]:
-    while node.parent is not None:
-        node = node.parent
-        yield node

@@ -7,7 +7,8 @@ import pytest
 
 from shoal.scheduler.host_prefixes import DiskIndex
 from shoal.scheduler.host_tier import HostTier
-from shoal.scheduler.prefix_tree import EvictedRun, path_digests
+from shoal.scheduler.path_digests import path_digests
+from shoal.scheduler.prefix_nodes import EvictedRun
 from shoal.scheduler.return_cost import ReturnCosts
 from shoal.scheduler.transfers import BlockCopy, DiskLoad, DiskResult, DiskStore
 

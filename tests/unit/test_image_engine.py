@@ -20,7 +20,7 @@ from shoal.backend.messages import AddSequence, ImageForm
 from shoal.scheduler.dispatched import Add
 from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
 from shoal.scheduler.images import ImageSpan, PromptImage, cache_keys
-from shoal.scheduler.prefix_tree import path_digests
+from shoal.scheduler.path_digests import path_digests
 from shoal.scheduler.sampled_token import SampledToken
 from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.worker_ledger import WorkerCapacity

@@ -6,13 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal.scheduler.eviction import EvictionPolicy, LfuPolicy, LruPolicy, ReusePolicy
-from shoal.scheduler.prefix_tree import (
-    EvictedRun,
-    PrefixLock,
-    PrefixTree,
-    path_digests,
-    prompt_digest,
-)
+from shoal.scheduler.path_digests import path_digests, prompt_digest
+from shoal.scheduler.prefix_nodes import EvictedRun, PrefixLock
+from shoal.scheduler.prefix_tree import PrefixTree
 
 BLOCK = 4
 SALT = b"tenant"
