@@ -103,3 +103,25 @@ def test_another_version_takes_over_and_requests_end_where_they_are(served: Serv
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == alone
     until(lambda: num_stubs(served) == 1, "the former version does not go")
     assert ask(served, "text", prompt="Once", max_tokens=4).status == 200
+
+
+def test_an_unloaded_model_stays_so_when_tritonserver_dies(served: Served) -> None:
+    unload(served)
+    until(lambda: served.log.read_text().count("was unloaded; it stays so") > 0, "not noticed")
+    dead = served.find_process("bin/tritonserver")
+    dead.kill()
+    until(lambda: is_live(served) and not dead.is_running(), "no new tritonserver")
+    deadline = time.monotonic() + UNHEARD_S
+    while time.monotonic() < deadline:
+        assert num_stubs(served) == 0, "it was loaded again"
+        time.sleep(0.5)
+    load(served)
+    served.wait_ready()
+    assert ask(served, "text", prompt="Once", max_tokens=4).status == 200
+
+
+def is_live(served: Served) -> bool:
+    """Whether tritonserver answers."""
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{served.triton_url}/v2/health/live", timeout=5).status_code == 200
+    return False
