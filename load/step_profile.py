@@ -12,7 +12,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -77,10 +77,9 @@ def profile_rows(model: NativeDecoder, case: Case, rounds: int, limits: Limits) 
     """A Markdown table of one step: the median round's total, and means by kind of operation."""
     num_blocks = case.num_seqs * blocks_for(case.context)
     cache = PagedKVCache(model.config.kv_layout, [num_blocks], BLOCK_SIZE, torch.bfloat16)
-    forward = partial(
-        model.forward, make_batch(case.num_seqs, case.context, case.new_tokens), cache
-    )
-    forward()
+    batch = make_batch(case.num_seqs, case.context, case.new_tokens)
+    spent = model.forward(batch, cache)  # steps write their logits where the last one's were
+    forward = partial(model.forward, replace(batch, spent_logits=spent), cache)
     whole = []
     model.plan.start_timing()
     for _ in range(rounds):

@@ -129,6 +129,21 @@ inline void store_tile(Epilogue epilogue, int64_t panel, const float* sums, cons
   }
 }
 
+// Asks for the lines that store_tile will write, as another core may have them: where sums are added
+// to them each would be waited for.
+template <class T>
+inline void claim_tile(Epilogue epilogue, int64_t panel, int64_t begin, int rows, char* out,
+                       int64_t out_width) {
+  if (epilogue == Epilogue::kStoreFar) return;
+  const int64_t size = is_gated(epilogue) ? sizeof(T) : sizeof(float);
+  const int64_t bytes = size * (is_gated(epilogue) ? kHalfPanel : kPanel);
+  for (int row = 0; row < rows; row++) {
+    const char* to = out + (begin + row) * out_width * size + panel * bytes;
+    __builtin_prefetch(to, 1, 3);
+    if (bytes > 64) __builtin_prefetch(to + 64, 1, 3);
+  }
+}
+
 // Rows [first, first + count) of a product, one panel of its columns, tile by tile:
 // multiply(rows, a, sums, ahead) computes one.
 template <class T, class Multiply>
@@ -145,6 +160,7 @@ void linear_tiles(const Linear& op, Epilogue epilogue, int64_t panel, const char
     begin += first;
     Ahead ahead = Ahead::share(soon.begin, soon.num_bytes, tile++, num_tiles, num_steps);
     if (soon.pieces) soon.pieces->give(ahead, num_steps);
+    claim_tile<T>(epilogue, panel, begin, rows, static_cast<char*>(out), out_width);
     multiply(rows, a + begin * a_stride, sums, ahead);
     store_tile<T>(epilogue, panel, sums, bias, begin, rows, out, out_width);
   }, most);

@@ -11,6 +11,7 @@
 
 namespace shoal {
 
+constexpr int64_t kLine = 64;     // bytes, where buffers begin: no vector of a row lies in two lines
 constexpr int64_t kFarRows = 16;  // as many rows of logits push weights out of the caches
 
 enum class OpKind : int32_t {
@@ -175,7 +176,7 @@ class Plan : public PlanBase {
   void reserve(int64_t num_rows) {
     if (num_rows <= num_rows_) return;
     for (size_t i = 0; i < shapes_.size(); i++)
-      buffers_[i].resize(num_rows * shapes_[i].width * shapes_[i].element_size + 64);
+      buffers_[i].resize(num_rows * shapes_[i].width * shapes_[i].element_size + 64 + kLine);
     num_rows_ = num_rows;
   }
 
@@ -266,7 +267,8 @@ class Plan : public PlanBase {
 
   template <class Element>
   Element* row(int32_t buffer, int64_t index) {
-    return reinterpret_cast<Element*>(buffers_[buffer].data()) + index * shapes_[buffer].width;
+    const auto begin = round_up(reinterpret_cast<int64_t>(buffers_[buffer].data()), kLine);
+    return reinterpret_cast<Element*>(begin) + index * shapes_[buffer].width;
   }
 
   void run_op(Team& team, int64_t number, const Step& step,
