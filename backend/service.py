@@ -35,7 +35,8 @@ from shoal.backend.text_ops import TextRequest
 from shoal.backend.weights.catalogue import resolve_weights
 from shoal.backend.worker_keeper import WorkerKeeper, WorkerLink, WorkerState
 from shoal.backend.worker_process import WorkerProcess
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.drain import DrainEstimate
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.preemption import PreemptionConfig

@@ -4,7 +4,8 @@ import random
 import time
 
 from shoal.scheduler.dispatched import Add
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.outputs import SampledToken, StepOutput
 from shoal.scheduler.policies import POLICY_NAMES
 from shoal.scheduler.preemption import PreemptionConfig

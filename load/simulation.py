@@ -15,7 +15,8 @@ from shoal.load.virtual_time import EventLoop
 from shoal.load.workload import Lengths, Request, Workload, chain, segment_tokens
 from shoal.scheduler.block_pool import BlockPool
 from shoal.scheduler.dispatched import Add, Command, Delivery
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.eviction import make_eviction_policy
 from shoal.scheduler.kv_manager import KVCacheManager

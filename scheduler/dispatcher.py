@@ -1,53 +1,28 @@
 """The central queue: hands sequences to workers, collects their outputs, replays after a crash."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from shoal.scheduler import refusals
 from shoal.scheduler.admission import Admission
 from shoal.scheduler.dispatched import Abort, Add, Command, Delivery, DispatchedSequence
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.drain import DrainEstimate
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.fleet import Fleet
 from shoal.scheduler.images import PromptImage
 from shoal.scheduler.lazy_heap import LazyHeap
 from shoal.scheduler.outputs import StepOutput
-from shoal.scheduler.policies import DECODE_WEIGHT, Ticket, make_policy
-from shoal.scheduler.preemption import PreemptionConfig, Preemptor
+from shoal.scheduler.policies import Ticket, make_policy
+from shoal.scheduler.preemption import Preemptor
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import FinishReason
+from shoal.scheduler.tenant_reserve import TenantReserve
 from shoal.scheduler.tier_counts import TierCounts
-from shoal.scheduler.tiers import DEFAULT_TENANT, DEFAULT_TIER, TenantTable, Tier, TierTable
+from shoal.scheduler.tiers import DEFAULT_TENANT, Tier
 from shoal.scheduler.worker_ledger import WorkerCapacity, WorkerLedger, WorkerLoad
 
 _SUSPECT_AFTER_REPLAYS = 2
-# What a tenant may catch up after a quiet time: so much of the tokens that all workers hold, by
-# which two tenants' service may differ anyway (see VtcPolicy).
-_CREDIT = 1 / 8
-_BEHIND = 1 / 4  # of it: who was served so much less than another is urgent
-_RESERVE_AFTER_S = 30.0  # kept for so long after two tenants were there at once
-
-
-@dataclass(frozen=True, slots=True)
-class DispatcherConfig:
-    """``max_replays`` is how many worker deaths a sequence survives without a token in between.
-
-    The queue is bounded by requests and by known tokens; by either, an empty queue takes one.
-    """
-
-    max_queued_requests: int
-    max_replays: int = 3
-    max_queued_tokens: int | None = None
-    policy: str = "fcfs"
-    tiers: TierTable = field(default_factory=lambda: TierTable([Tier(DEFAULT_TIER)]))
-    tenants: TenantTable = field(default_factory=TenantTable)
-    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
-
-    def __post_init__(self) -> None:
-        if self.max_queued_requests < 1 or self.max_replays < 0:
-            raise ValueError("max_queued_requests must be at least 1, max_replays at least 0.")
-        if self.max_queued_tokens is not None and self.max_queued_tokens < 1:
-            raise ValueError("max_queued_tokens must be at least 1.")
 
 
 class Dispatcher:
@@ -59,10 +34,9 @@ class Dispatcher:
     is queued again in its place, with the outputs delivered so far. So is one that was preempted:
     a head of a higher tier may take the place of running sequences, within bounds.
 
-    A fair policy alone lets a flooding tenant fill all slots while the others are idle, and the
-    next of another waits for one to end. So, while several tenants are about, a small part of each
-    worker is kept free for those that have less than their share of the slots, and workers compute
-    the prompts of those far below it first.
+    While several tenants are about, a small part of each worker is kept free for those that have
+    less than their share of the slots, and workers compute the prompts of those far below it first:
+    see ``TenantReserve``.
 
     A sequence that kills workers is found, and fails alone: see ``Fleet``.
     """
@@ -80,6 +54,7 @@ class Dispatcher:
             config.max_queued_tokens,
         )
         self._fleet = Fleet(max(1, min(_SUSPECT_AFTER_REPLAYS, config.max_replays)))
+        self._reserve = TenantReserve(self._policy, self._admission.tenants, self._fleet)
         self._preemptor = Preemptor(config.preemption, self._fleet)
         self._deadlines: LazyHeap[DispatchedSequence] = LazyHeap()
         self._aborts: list[Command] = []  # to go out with the next poll
@@ -249,7 +224,7 @@ class Dispatcher:
     def worker_ready(self, worker_id: int, capacity: WorkerCapacity) -> list[Delivery]:
         """Take a new, empty worker into use. Fails queued sequences that no worker can hold."""
         self._fleet.add(worker_id, capacity)
-        self._policy.credit = _CREDIT * DECODE_WEIGHT * self._fleet.num_kv_tokens
+        self._reserve.note_capacity()
         hopeless = [
             s
             for s in self._sequences.values()
@@ -318,10 +293,10 @@ class Dispatcher:
         commands = self._take_aborts()
         while (ticket := self._policy.peek(now)) is not None:
             sequence = self._sequences[ticket.seq_id]
-            worker = self._choose_worker(sequence, now)
-            if worker is None and (other := self._modest_head(now)) is not None:
-                sequence = other
-                worker = self._choose_worker(other, now)
+            worker = self._reserve.choose_worker(sequence, now)
+            if worker is None and (other := self._reserve.modest_head(now)) is not None:
+                sequence = self._sequences[other.seq_id]
+                worker = self._reserve.choose_worker(sequence, now)
             if worker is None and (worker := self._preempt_for(sequence, now)) is not None:
                 commands += self._take_aborts()
             if worker is None:
@@ -357,7 +332,7 @@ class Dispatcher:
         token = output.token
         if token is not None and output.output_index > sequence.num_output_tokens:
             # A token between was lost, which the link excludes: better an error than a wrong text.
-            return self._fail_and_abort(sequence, _internal_error("The output has a gap."))
+            return self._fail_and_abort(sequence, refusals.internal("The output has a gap."))
         if token is not None and output.output_index < sequence.num_output_tokens:
             token = None
         if token is not None:
@@ -370,7 +345,7 @@ class Dispatcher:
             self._note_token(worker, sequence, output)
         reason = output.finish_reason
         if reason is FinishReason.ERROR:
-            error = _error_of(output)
+            error = refusals.of_engine(output)
             self._drop_everywhere(sequence)
             return Delivery(
                 sequence.seq_id, token, FinishReason.ERROR, output.num_cached_tokens, error
@@ -391,31 +366,6 @@ class Dispatcher:
             prompt_logprobs=output.prompt_logprobs,
             embedding=output.embedding,
         )
-
-    def _choose_worker(self, sequence: DispatchedSequence, now: float) -> WorkerLedger | None:
-        keeps_reserve, tenant = self._keeps_reserve(now), sequence.ticket.tenant
-        sequence.urgency = 0
-        if keeps_reserve:
-            # While several tenants are about, prompts of those below their share go first.
-            is_behind = self._policy.lag(sequence.ticket) > _BEHIND * self._policy.credit
-            is_modest = is_behind or self._admission.tenants.is_modest(sequence.ticket)
-            sequence.urgency = 1 if is_modest else -1
-        return self._fleet.choose(sequence, keeps_reserve and self._has_its_share(tenant))
-
-    def _keeps_reserve(self, now: float) -> bool:
-        several_at = self._admission.tenants.several_at
-        return self._policy.is_fair and now - several_at < _RESERVE_AFTER_S
-
-    def _has_its_share(self, tenant: str) -> bool:
-        fleet = self._fleet
-        return self._admission.tenants.has_its_share(tenant, fleet.num_slots, fleet.num_kv_tokens)
-
-    def _modest_head(self, now: float) -> DispatchedSequence | None:
-        """The next sequence of a tenant that may use a reserve, when the head may not."""
-        if not (self._keeps_reserve(now) and self._fleet.has_free_slot):
-            return None
-        ticket = self._policy.peek_other(self._has_its_share)
-        return None if ticket is None else self._sequences[ticket.seq_id]
 
     def _hand_over(self, worker: WorkerLedger, sequence: DispatchedSequence, now: float) -> None:
         ticket = sequence.ticket
@@ -539,13 +489,3 @@ class Dispatcher:
         return self._admission.estimate(
             now, has_free_slot=self._fleet.has_free_slot, is_draining=self.is_draining
         )
-
-
-def _error_of(output: StepOutput) -> RequestError:
-    if output.error is not None and output.error_param is not None:
-        return RequestError(output.error, param=output.error_param, code="unsupported_grammar")
-    return _internal_error(output.error or "The model failed on this request.")
-
-
-def _internal_error(message: str) -> RequestError:
-    return RequestError(message, code="internal_error", status=500)

@@ -1,6 +1,7 @@
-"""The errors of requests that are refused, shed or run out of time, each with when to retry."""
+"""The errors of requests: refused, shed or out of time, each with when to retry, or failed."""
 
 from shoal.scheduler.errors import RequestError
+from shoal.scheduler.outputs import StepOutput
 
 MIN_RETRY_MS = 100
 MAX_RETRY_MS = 3_600_000
@@ -105,3 +106,14 @@ def timed_out(timeout_s: float) -> RequestError:
         code="timeout",
         status=408,
     )
+
+
+def internal(message: str) -> RequestError:
+    return RequestError(message, code="internal_error", status=500)
+
+
+def of_engine(output: StepOutput) -> RequestError:
+    """What an engine says of a sequence that it could not run."""
+    if output.error is not None and output.error_param is not None:
+        return RequestError(output.error, param=output.error_param, code="unsupported_grammar")
+    return internal(output.error or "The model failed on this request.")

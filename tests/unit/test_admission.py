@@ -8,7 +8,8 @@ from builders import fake_token, make_sampling
 from virtual_service import Request, VirtualService, percentile
 
 from shoal.scheduler.dispatched import Abort, Add, Delivery
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.drain import DrainEstimate, DrainMeter
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import StepOutput

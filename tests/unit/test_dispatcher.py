@@ -4,7 +4,8 @@ import pytest
 from builders import fake_token, make_sampling
 
 from shoal.scheduler.dispatched import Abort, Add, Command, Delivery
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.sequence import FinishReason

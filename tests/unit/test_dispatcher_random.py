@@ -9,7 +9,8 @@ import pytest
 from builders import fake_token, make_sampling, make_scheduler, run_step
 
 from shoal.scheduler.dispatched import Abort, Add, Command, Delivery
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.policies import POLICY_NAMES

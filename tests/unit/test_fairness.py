@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from virtual_service import Request, VirtualService, percentile
 
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.policies import DECODE_WEIGHT, PREFILL_WEIGHT, VtcPolicy, make_policy
 from shoal.scheduler.preemption import PreemptionConfig
 from shoal.scheduler.tiers import TenantSettings, TenantTable, Tier, TierTable

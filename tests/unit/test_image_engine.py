@@ -18,7 +18,8 @@ from shoal.backend.engine_config import EngineConfig
 from shoal.backend.image_prompt import num_image_tokens
 from shoal.backend.messages import AddSequence, ImageForm
 from shoal.scheduler.dispatched import Add
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.images import ImageSpan, PromptImage, cache_keys
 from shoal.scheduler.path_digests import path_digests
 from shoal.scheduler.sampled_token import SampledToken

@@ -8,7 +8,8 @@ from builders import fake_token, make_sampling
 from virtual_service import Request, VirtualService, percentile
 
 from shoal.scheduler.dispatched import Abort, Add, Command, Delivery
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.preemption import PreemptionConfig
 from shoal.scheduler.sequence import FinishReason

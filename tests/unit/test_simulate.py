@@ -37,7 +37,8 @@ from shoal.load.virtual_time import EventLoop
 from shoal.load.workload import Request, Segment, Tier, Workload, segment_tokens
 from shoal.load.workloads import WORKLOADS, WorkloadOptions
 from shoal.scheduler.dispatched import Delivery
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sampling_params import SamplingParams
 

@@ -7,7 +7,8 @@ from service_runs import until
 
 from shoal.backend.messages import CacheStatus
 from shoal.backend.metrics import MetricsPublisher, ServiceCounts
-from shoal.scheduler.dispatcher import Dispatcher, DispatcherConfig
+from shoal.scheduler.dispatcher import Dispatcher
+from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.sequence import FinishReason
