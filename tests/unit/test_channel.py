@@ -48,6 +48,16 @@ def ask(channel: ModelChannel, text: str = "a b c", **sampling: Any) -> ChannelS
     return channel.generate(text_input=text, sampling=sampling)
 
 
+async def endless_streams(
+    channel: ModelChannel, fake: FakeTriton, count: int = 1
+) -> list[ChannelStream]:
+    """Requests that run, and go on until they are cancelled."""
+    fake.model.script = endless
+    streams = [ask(channel) for _ in range(count)]
+    await asyncio.gather(*(anext(stream) for stream in streams))
+    return streams
+
+
 async def read(stream: ChannelStream) -> str:
     text = ""
     finishes = 0
@@ -63,6 +73,11 @@ async def failure(stream: ChannelStream) -> ShoalError:
         async for _ in stream:
             pass
     return caught.value
+
+
+async def failed(streams: list[ChannelStream]) -> list[int]:
+    """The status of each one's end."""
+    return [error.status for error in await asyncio.gather(*map(failure, streams))]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -146,9 +161,7 @@ async def test_a_request_that_was_not_sent_yet_is_never_sent(
 
 
 async def test_closing_the_channel_cancels_all(channel: ModelChannel, fake: FakeTriton) -> None:
-    fake.model.script = endless
-    streams = [ask(channel) for _ in range(5)]
-    await asyncio.gather(*(anext(stream) for stream in streams))
+    streams = await endless_streams(channel, fake, 5)
     await channel.close()
     await until(lambda: all(request.cancelled.is_set() for request in fake.model.requests))
     assert {(await failure(stream)).status for stream in streams} == {503}
@@ -196,9 +209,7 @@ async def test_of_a_version_that_is_unloaded_what_nobody_waits_for_is_cancelled(
     channel: ModelChannel, fake: FakeTriton
 ) -> None:
     """It takes no orders, so a request goes on beside one whose client is still there."""
-    fake.model.script = endless
-    one, two = ask(channel), ask(channel)
-    await asyncio.gather(anext(one), anext(two))
+    one, two = await endless_streams(channel, fake, 2)
     fake.model.loaded = False
     assert (await failure(ask(channel))).status in (404, 503)
     await one.aclose()
@@ -214,9 +225,7 @@ async def test_of_a_version_that_is_unloaded_what_nobody_waits_for_is_cancelled(
 async def test_hanging_up_on_an_old_version_leaves_the_new_one_alone(
     channel: ModelChannel, fake: FakeTriton
 ) -> None:
-    fake.model.script = endless
-    old = ask(channel)
-    await anext(old)
+    (old,) = await endless_streams(channel, fake)
     fake.model.channels.clear()  # another version answers, which knows of none
     fake.model.script = slow_words
     new = ask(channel, max_tokens=200)
@@ -254,12 +263,9 @@ async def test_an_idle_channel_is_opened_again(channel: ModelChannel, fake: Fake
 async def test_a_lost_channel_fails_its_requests_and_the_next_works(
     channel: ModelChannel, fake: FakeTriton
 ) -> None:
-    fake.model.script = endless
-    streams = [ask(channel) for _ in range(3)]
-    await asyncio.gather(*(anext(stream) for stream in streams))
+    streams = await endless_streams(channel, fake, 3)
     fake.model.channels.popitem()[1].carrier.send([], True)  # no reason given
-    errors = await asyncio.gather(*(failure(stream) for stream in streams))
-    assert [error.status for error in errors] == [503] * 3
+    assert await failed(streams) == [503] * 3
     fake.model.script = slow_words
     assert await read(ask(channel, max_tokens=1)) == "w0 "
 
@@ -267,9 +273,7 @@ async def test_a_lost_channel_fails_its_requests_and_the_next_works(
 async def test_a_dead_stub_refuses_new_requests_and_a_reset_ends_the_others(
     channel: ModelChannel, fake: FakeTriton
 ) -> None:
-    fake.model.script = endless
-    running = ask(channel)
-    await anext(running)
+    (running,) = await endless_streams(channel, fake)
     fake.model.stub_alive = False
     error = await failure(ask(channel))
     assert (error.status, error.code) == (503, "service_unavailable")
@@ -285,12 +289,9 @@ async def test_a_dead_stub_refuses_new_requests_and_a_reset_ends_the_others(
 async def test_a_server_that_ends_fails_all_and_is_found_again(
     channel: ModelChannel, fake: FakeTriton
 ) -> None:
-    fake.model.script = endless
-    streams = [ask(channel) for _ in range(3)]
-    await asyncio.gather(*(anext(stream) for stream in streams))
+    streams = await endless_streams(channel, fake, 3)
     fake.stop()
-    errors = await asyncio.gather(*(failure(stream) for stream in streams))
-    assert [error.status for error in errors] == [503] * 3
+    assert await failed(streams) == [503] * 3
     fake.models[MODEL] = FakeModel()
     fake.start()
     async with asyncio.timeout(WAIT_S):
