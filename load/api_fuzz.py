@@ -81,12 +81,16 @@ def read_calls(log: Path) -> list[Call]:
     return [Call(**json.loads(line)) for line in lines]
 
 
+def slowest(calls: Sequence[Call]) -> list[Call]:
+    """Some of them, the slowest first."""
+    return sorted(calls, key=lambda call: -call.seconds)[:NUM_SLOWEST]
+
+
 def report(
     calls: Sequence[Call], seeds: Iterable[int], examples: int, workers: int, ended: bool
 ) -> str:
     """The figures as Markdown. ``ended``: whether schemathesis had nothing to say."""
     statuses = Counter(str(call.status or "no answer") for call in calls)
-    slowest = sorted(calls, key=lambda call: -call.seconds)[:NUM_SLOWEST]
     names = sorted({call.operation for call in calls})
     rows = [_row(name, [call for call in calls if call.operation == name]) for name in names]
     versions = ", ".join(f"{name} {version(name)}" for name in ("shoal-llm", "schemathesis"))
@@ -112,7 +116,9 @@ def report(
         *rows,
         "",
         "The slowest: "
-        + ", ".join(f"{call.seconds:.2f} s ({call.operation}, {call.status})" for call in slowest)
+        + ", ".join(
+            f"{call.seconds:.2f} s ({call.operation}, {call.status})" for call in slowest(calls)
+        )
         + ".",
     ]
     return "\n".join(lines) + "\n"
@@ -155,6 +161,8 @@ def main() -> int:
         calls = read_calls(log)
     text = report(calls, flags.seeds, flags.examples, flags.workers, not any(codes))
     print(text)
+    for call in slowest(calls):
+        print(f"{call.seconds:.2f} s, {call.operation}, {call.status}: {call.body}")
     for call in filter(lambda call: call.failed, calls):
         print(f"FAILED: {call.operation}, {call.status}, {call.seconds:.2f} s: {call.body}")
     if flags.report is not None:
