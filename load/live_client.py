@@ -33,6 +33,7 @@ class LiveRecord:
     """What came of one request. Times are seconds from the start of the load."""
 
     request: LiveRequest
+    message: bytes = b""  # as it is sent; empty: to be made then
     sent: float = 0.0  # of the first try
     status: int = 0  # of the last try; 0: no answer
     first_token: float | None = None
@@ -64,14 +65,22 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
 
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
 class LiveClient:
-    """Sends open-loop load: each request at its time, whatever became of those before."""
+    """Sends open-loop load: each request at its time, whatever became of those before.
+
+    Connections are kept and used again, as the official clients do.
+    """
 
     def __init__(self, port: int, model: str, seed: int = 0) -> None:
         self._port = port
         self._model = model
         self._random = random.Random(seed)
         self._decoder = msgspec.json.Decoder(_Event)
+        self._idle: list[Connection] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # that they belong to
         self.start = time.monotonic()
 
     def restart(self) -> None:
@@ -89,8 +98,8 @@ class LiveClient:
 
         A refused one comes back when it is told to, if that is at most ``patience_s`` away.
         """
+        records = [LiveRecord(request, self._message(request)) for request in requests]
         self.restart()
-        records = [LiveRecord(request) for request in requests]
         tasks = [asyncio.create_task(self._one(record, patience_s)) for record in records]
         await self._finish(tasks, until)
         return records
@@ -125,6 +134,9 @@ class LiveClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for _, writer in self._idle:
+            writer.close()
+        self._idle = []
 
     async def _one(self, record: LiveRecord, patience_s: float) -> None:
         await asyncio.sleep(record.request.at - self.now)
@@ -139,30 +151,48 @@ class LiveClient:
 
     async def _try(self, record: LiveRecord) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, ValueError):
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            connection = await self._connection()
+            can_keep = False
             try:
-                await self._exchange(record, reader, writer)
+                can_keep = await self._exchange(record, *connection)
             finally:
-                writer.close()
+                if can_keep:
+                    self._idle.append(connection)
+                else:
+                    connection[1].close()
+
+    async def _connection(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._idle = loop, []
+        if self._idle:
+            return self._idle.pop()
+        return await asyncio.open_connection("127.0.0.1", self._port)
 
     async def _exchange(
         self, record: LiveRecord, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    ) -> bool:
+        """Whether the connection can be used again."""
         sent = self.now
         record.sent = record.sent or sent
-        writer.write(self._message(record.request))
+        writer.write(record.message or self._message(record.request))
         head = await reader.readuntil(b"\r\n\r\n")
         record.status = int(head.split(b" ", 2)[1])
-        if record.status == 429:
-            record.refused.append((sent, self.now, _retry_after_s(head)))
         if record.status != 200:
-            return
+            await reader.readexactly(int(_header(head, b"content-length") or 0))
+        if record.status == 429:
+            told_s = int(_header(head, b"retry-after-ms") or 0) / 1000
+            record.refused.append((sent, self.now, told_s))
+        if record.status != 200:
+            return _header(head, b"connection") != b"close"
         while line := await reader.readline():  # sizes of chunks among them, which match nothing
             if line.startswith(b"data: {"):
                 self._take(record, self._decoder.decode(line[6:]))
             elif line.startswith(b"data: [DONE]"):
                 record.ended = self.now
-                return
+            elif line == b"0\r\n":  # the last chunk
+                return await reader.readline() == b"\r\n"
+        return False
 
     def _take(self, record: LiveRecord, event: _Event) -> None:
         if any(choice.text for choice in event.choices):
@@ -184,7 +214,7 @@ class LiveClient:
             }
         )
         head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         )
         if request.tenant:
@@ -194,11 +224,11 @@ class LiveClient:
         return head.encode() + b"\r\n" + body
 
 
-def _retry_after_s(head: bytes) -> float:
+def _header(head: bytes, name: bytes) -> bytes | None:
     for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"retry-after-ms:"):
-            return int(line.split(b":")[1]) / 1000
-    return 0.0
+        if line.startswith(name + b":"):
+            return line.partition(b":")[2].strip()
+    return None
 
 
 def poisson(

@@ -168,6 +168,7 @@ OpenAI endpoint, client and server on one machine ({cpu_name()}).
 Policy {policy}, {CONCURRENCY} slots, a queue of {QUEUE}. Prompts of {num_prompt // 2} to
 {num_prompt * 3 // 2} random tokens, {num_outputs // 2} to {num_outputs * 3 // 2} outputs;
 {seconds:g} s of each load. Tokens count when they reach a client, after the first quarter.
+Clients keep their connections, as the official ones do.
 A refused client retries when it is told to, if that is at most {patience_s:g} s away. The error of
 Retry-After is |told − wait| / wait: what it was told first, against the wait from then until its
 accepted try.

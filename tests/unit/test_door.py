@@ -4,12 +4,14 @@ import asyncio
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from shoal.client.errors import ShoalError
+from shoal.client.openai import middleware
 from shoal.client.openai.door import BELIEVED_S, Door
-from shoal.client.openai.middleware import DoorMiddleware
+from shoal.client.openai.middleware import DoorMiddleware, RequestMiddleware, RequestTracker
 from shoal.scheduler.drain import DrainEstimate
 
 FULL = DrainEstimate(
@@ -138,6 +140,29 @@ def test_a_request_is_refused_before_its_body_is_read(door: Door) -> None:
     assert ask([door], "GET") == ask([door], path="/v1/models") == 200
     assert ask([door, Door()]) == 200  # it may be for the other model
     assert ask([]) == 200
+
+
+def test_the_refusals_of_a_second_share_a_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, door: Door
+) -> None:
+    monkeypatch.setattr(middleware, "REFUSALS_LOGGED_S", 0.01)
+    door.take(told(FULL))
+
+    async def reach(_: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ask_often(app: Any) -> None:
+        for path in ("/v1/completions", "/v1/completions", "/v1/models"):
+            scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+            await app(scope | {"state": {"account": None}}, None, AsyncMock())
+        await asyncio.sleep(0.05)
+
+    with caplog.at_level("INFO", "shoal.openai.access"):
+        inside = DoorMiddleware(reach, lambda: [door])
+        asyncio.run(ask_often(RequestMiddleware(inside, RequestTracker())))
+    models, refused = (record.getMessage() for record in caplog.records)
+    assert " POST /v1/models 200 " in models
+    assert refused.startswith("2 requests in ")
 
 
 def test_what_was_refused_is_counted_by_tier_within_bounds(door: Door) -> None:
