@@ -36,6 +36,14 @@ class HiddenStates:
     states: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class LikeliestTokens:
+    """Where a forward pass that need not compute all logits leaves the token of the largest one of
+    each row, the first where they tie: int64 [num_samples], -1 where that is no finite number."""
+
+    tokens: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A flat batch: the tokens of all scheduled sequences, one after another, without padding.
@@ -57,6 +65,9 @@ class ForwardBatch:
     # of the group's layers. None: nobody asks.
     block_mass: torch.Tensor | None = None
     hidden: HiddenStates | None = None  # None: nobody asks
+    # Set where nothing but the likeliest tokens is wanted. A model may leave them there, and then
+    # its logits mean nothing; one that does not know of it gives logits as ever.
+    likeliest: LikeliestTokens | None = None
     soft_tokens: SoftTokens | None = None  # None: all tokens are of the vocabulary
     # Logits of an earlier step that nobody reads any more: a model may write its own there, which
     # spares the system to find and clear as much memory in each step.

@@ -46,7 +46,7 @@ def process_logits(
 ) -> torch.Tensor:
     """Logits [num_samples, vocab_size] as the sequences want them; unless ``in_place``, a copy
     where any differs."""
-    rows = [row for row, sequence in enumerate(sequences) if _changes_logits(sequence)]
+    rows = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
     if not rows:
         return logits
     processed = logits if in_place else logits.clone()
@@ -83,7 +83,8 @@ def stop_ids(sequence: Sequence) -> Iterable[int]:
     return sequence.eos_token_ids.union(sequence.sampling.stop_token_ids)
 
 
-def _changes_logits(sequence: Sequence) -> bool:
+def changes_logits(sequence: Sequence) -> bool:
+    """Whether any of these applies to the sequence's next token."""
     sampling = sequence.sampling
     return (
         sequence.num_output_tokens < sampling.min_tokens

@@ -9,7 +9,13 @@ from typing import Protocol
 import torch
 
 from shoal.backend.engine import RunResult
-from shoal.backend.forward_batch import ForwardBatch, GroupTables, HiddenStates, SoftTokens
+from shoal.backend.forward_batch import (
+    ForwardBatch,
+    GroupTables,
+    HiddenStates,
+    LikeliestTokens,
+    SoftTokens,
+)
 from shoal.backend.grammar_matcher import GrammarMatchers
 from shoal.backend.image_store import ImageStore
 from shoal.backend.kv_cache import PagedKVCache
@@ -17,7 +23,13 @@ from shoal.backend.kv_mover import KVMover
 from shoal.backend.logits_processors import NONE_ALLOWED, AllowedTokens
 from shoal.backend.logits_rows import LogitsRows, PooledTokens, ScoredTokens
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
-from shoal.backend.sampler import SampleError, describe_token, sample
+from shoal.backend.sampler import (
+    SampleError,
+    describe_token,
+    sample,
+    take_likeliest,
+    takes_likeliest,
+)
 from shoal.backend.structured_output import unusable_grammar
 from shoal.kernels.native_library import NativeLibrary
 from shoal.scheduler.images import image_cut_by
@@ -108,6 +120,11 @@ class ModelRunner:
         if batch.block_mass is not None:
             _record_mass(result, scheduled, batch.block_mass)
         sequences = [item.sequence for item in scheduled if item.samples]
+        if batch.likeliest is not None and batch.likeliest.tokens is not None:
+            tokens = take_likeliest(batch.likeliest.tokens.tolist())
+            for sequence, token in zip(sequences, tokens, strict=True):
+                _record(result, sequence, token)
+            return
         rows = LogitsRows.of(scheduled)
         for pooled in rows.pooled:
             assert batch.hidden is not None
@@ -226,6 +243,16 @@ def _record_mass(result: RunResult, scheduled: Batch, block_mass: torch.Tensor) 
             result.block_mass[item.sequence.seq_id] = row[: len(item.sequence.block_table)]
 
 
+def _takes_likeliest(scheduled: SequenceOf[ScheduledSequence]) -> bool:
+    """Whether the step's logits serve to choose the likeliest tokens and nothing else."""
+    return all(
+        (takes_likeliest(item.sequence) or not item.samples)
+        and item.sequence.sampling.pooling is None
+        and not item.sequence.scores_prompt
+        for item in scheduled
+    )
+
+
 def _needs_mass(sequence: Sequence) -> bool:
     return sequence.eviction is not None and sequence.eviction.policy.needs_mass
 
@@ -273,6 +300,7 @@ def build_forward_batch(
         hidden=HiddenStates() if any(s.sampling.pooling for s in sequences) else None,
         soft_tokens=_soft_tokens(scheduled, images, device) if images is not None else None,
         spent_logits=spent_logits,
+        likeliest=LikeliestTokens() if _takes_likeliest(scheduled) else None,
     )
 
 

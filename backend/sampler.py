@@ -15,7 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.backend.logits_processors import NONE_ALLOWED, AllowedTokens, process_logits
+from shoal.backend.logits_processors import (
+    NONE_ALLOWED,
+    AllowedTokens,
+    changes_logits,
+    process_logits,
+)
 from shoal.backend.philox import NUM_RANDOM_BITS, random_bits
 from shoal.kernels.native_library import NativeLibrary, SampleParams
 from shoal.scheduler.outputs import SampledToken
@@ -34,6 +39,9 @@ class SampleError:
     """Why a row gave no token; only its own sequence fails."""
 
     message: str
+
+
+UNUSABLE = SampleError("The model gave no usable prediction for this sequence (NaN or infinite).")
 
 
 def sample(
@@ -61,9 +69,20 @@ def sample(
     return [
         describe_token(logits[row], sequence.sampling.logprobs, token_ids[row])
         if token_ids[row] >= 0
-        else SampleError("The model gave no usable prediction for this sequence (NaN or infinite).")
+        else UNUSABLE
         for row, sequence in enumerate(sequences)
     ]
+
+
+def takes_likeliest(sequence: Sequence) -> bool:
+    """Whether the next token is that of the largest logit, of which nothing else is told."""
+    sampling = sequence.sampling
+    return sampling.greedy and sampling.logprobs is None and not changes_logits(sequence)
+
+
+def take_likeliest(token_ids: list[int]) -> list[SampledToken | SampleError]:
+    """The tokens that a model chose; -1 stands for no usable prediction."""
+    return [SampledToken(token_id) if token_id >= 0 else UNUSABLE for token_id in token_ids]
 
 
 def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:

@@ -15,6 +15,7 @@ from shoal.kernels.native_library import (
     PackedLinear,
     pointer,
 )
+from shoal.kernels.screened_head import ScreenedHead
 
 MODEL_TYPE = None  # a buffer's type: that of the weights
 
@@ -41,7 +42,10 @@ class OpKind(IntEnum):
     SELECT = 16
     SOFTCAP = 17
     KEEP_STATES = 18
+    SCREEN_ROWS = 19
     PREPARE = 20
+    SCREEN = 21
+    GREEDY = 22
 
 
 class _Op(ctypes.Structure):
@@ -109,6 +113,7 @@ _STEP_POINTERS = (
     "logits",
     "block_mass",
     "hidden_states",
+    "tokens",
     "op_nanoseconds",
 )
 
@@ -168,6 +173,7 @@ class PlanBuilder:
         self._buffers: list[_Buffer] = []
         self._weights: list[torch.Tensor] = []  # kept alive for the plan
         self._prepared: dict[int, int] = {}  # buffers for prepared rows, by their bytes
+        self._screens = False
 
     def buffer(self, width: int, dtype: torch.dtype | None = MODEL_TYPE) -> int:
         """A new buffer of rows of ``width`` elements."""
@@ -253,6 +259,32 @@ class PlanBuilder:
         the step's hidden states, where those are wanted."""
         self._add(OpKind.KEEP_STATES, in_=states)
         self._linear(OpKind.LOGITS, packed, in_=states)
+
+    def likeliest(
+        self, states: int, packed: PackedLinear, screen: ScreenedHead | None = None
+    ) -> None:
+        """From here on a step may ask for the likeliest tokens instead of its logits, which come of
+        the same states and weight and are chosen from as they are. ``screen`` is of that weight;
+        without one the weight itself says which tokens come into question."""
+        assert packed.bias is None
+        rows = states
+        if packed.format.prepares_rows:
+            rows = self._prepare(states, packed, only_samples=True)
+        screened, bounds, row_bounds, screening = rows, None, -1, packed
+        if screen is not None:
+            screening, bounds = screen.packed, self._keep(screen.bounds)
+            row_bounds = self.buffer(2, torch.float32)
+            screened = self.buffer(self._library.row_bytes(screening), torch.uint8)
+            sizes = {"k": screening.in_features}
+            self._add(OpKind.SCREEN_ROWS, in_=states, in2=row_bounds, out=screened, **sizes)
+        self._add(
+            OpKind.SCREEN,
+            in_=screened,
+            in2=row_bounds,
+            **{**self._weight_fields(screening), "bias": bounds},
+        )
+        self._add(OpKind.GREEDY, in_=rows, **self._weight_fields(packed))
+        self._screens = True
 
     def softcap(self, cap: float, num_columns: int) -> None:
         """The step's logits become cap * tanh(logit / cap)."""
@@ -346,7 +378,13 @@ class PlanBuilder:
 
     def build(self) -> "NativePlan":
         return NativePlan(
-            self._library, self._dtype, self._ops, self._buffers, self._heads, self._weights
+            self._library,
+            self._dtype,
+            self._ops,
+            self._buffers,
+            self._heads,
+            self._weights,
+            self._screens,
         )
 
     def _linear(self, kind: OpKind, packed: PackedLinear, in_: int, **fields: Any) -> None:
@@ -405,7 +443,9 @@ class NativePlan:
         buffers: list[_Buffer],
         heads: list[PlanHeads],
         weights: list[torch.Tensor],
+        screens: bool,
     ) -> None:
+        self.screens = screens  # whether a step may ask for its likeliest tokens alone
         self._functions = library.functions
         self._weights = weights
         self._handle = self._functions.shoal_plan_create(

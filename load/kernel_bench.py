@@ -128,14 +128,17 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-def make_batch(num_seqs: int, context: int, new_tokens: int) -> ForwardBatch:
+def make_batch(
+    num_seqs: int, context: int, new_tokens: int, temperature: float = 1.0
+) -> ForwardBatch:
     """Equal sequences of ``context`` tokens, all but the last ``new_tokens`` computed before."""
+    sampling = SamplingParams(temperature=temperature)
     token_ids = torch.randint(0, 40_000, (context,)).tolist()
     width = blocks_for(context)
     items = []
     for idx in range(num_seqs):
         blocks = list(range(idx * width, (idx + 1) * width))
-        sequence = Sequence(idx, token_ids, context, SamplingParams(), block_tables=[blocks])
+        sequence = Sequence(idx, token_ids, context, sampling, block_tables=[blocks])
         sequence.num_computed_tokens = context - new_tokens
         items.append(ScheduledSequence(sequence, new_tokens))
     return build_forward_batch(items, BLOCK_SIZE, CPU)

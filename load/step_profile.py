@@ -29,7 +29,8 @@ from shoal.kernels.native_plan import OpKind, OpTime
 from shoal.load.kernel_bench import BLOCK_SIZE, blocks_for, make_batch, timed
 
 BITS = {"none": 16, "int8": 8, "int4": 4}  # of a weight, without its scales
-PRODUCTS = (OpKind.LINEAR, OpKind.LOGITS, OpKind.EXPERT_LINEAR)
+PRODUCTS = (OpKind.LINEAR, OpKind.LOGITS, OpKind.EXPERT_LINEAR, OpKind.SCREEN)
+SAMPLED = (OpKind.LOGITS, OpKind.SCREEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,13 @@ class Limits:
         product = min(timed(lambda: square @ square) for _ in range(rounds))
         return cls(buffer.nbytes / read, 2 * 1024**3 / product, weight_bits)
 
+    def bits_of(self, kind: OpKind) -> int:
+        """Of a weight of such a product: what screens the logits has 8."""
+        return 8 if kind is OpKind.SCREEN else self.weight_bits
+
     def seconds(self, kind: OpKind, num_bytes: float, num_flops: float) -> float:
         flops_per_s = self.flops_per_s
-        if kind in PRODUCTS and self.weight_bits < 16:
+        if kind in PRODUCTS and self.bits_of(kind) < 16:
             flops_per_s *= 2
         return max(num_bytes / self.bytes_per_s, num_flops / flops_per_s)
 
@@ -70,14 +75,14 @@ class Case:
         return f"prefill of {self.new_tokens} tokens"
 
     def rows_of(self, kind: OpKind) -> int:
-        return self.num_seqs * (1 if kind is OpKind.LOGITS else self.new_tokens)
+        return self.num_seqs * (1 if kind in SAMPLED else self.new_tokens)
 
 
 def profile_rows(model: NativeDecoder, case: Case, rounds: int, limits: Limits) -> list[str]:
-    """A Markdown table of one step: the median round's total, and means by kind of operation."""
+    """A Markdown table of a greedy step: the median round's total, means by kind of operation."""
     num_blocks = case.num_seqs * blocks_for(case.context)
     cache = PagedKVCache(model.config.kv_layout, [num_blocks], BLOCK_SIZE, torch.bfloat16)
-    batch = make_batch(case.num_seqs, case.context, case.new_tokens)
+    batch = make_batch(case.num_seqs, case.context, case.new_tokens, is_greedy=True)
     spent = model.forward(batch, cache)  # steps write their logits where the last one's were
     forward = partial(model.forward, replace(batch, spent_logits=spent), cache)
     whole = []
@@ -93,20 +98,20 @@ def profile_rows(model: NativeDecoder, case: Case, rounds: int, limits: Limits) 
         "|---|---|---|---|---|---|---|",
     ]
     total = sum(whole) / rounds
-    for name, ops in by_name(model.plan.op_times()).items():
+    times = model.plan.op_times()
+    if model.plan.screens:
+        times = [op for op in times if op.kind is not OpKind.LOGITS]
+    for name, ops in by_name(times).items():
         seconds = sum(op.seconds for op in ops) / rounds
         row = f"| {name} | {len(ops)} | {seconds * 1e3:.2f} | {seconds / total:.0%} "
-        num_bytes, num_flops = work(model, case, ops, limits.weight_bits)
+        num_bytes, num_flops = work(model, case, ops, limits)
         if num_bytes:
             row += f"| {num_bytes / seconds / 1e9:.1f} | {num_flops / seconds / 1e9:.0f} "
             row += f"| {limits.seconds(ops[0].kind, num_bytes, num_flops) / seconds:.0%} |"
         else:
             row += "| | | |"
         rows.append(row)
-    bound = sum(
-        limits.seconds(op.kind, *work(model, case, [op], limits.weight_bits))
-        for op in model.plan.op_times()
-    )
+    bound = sum(limits.seconds(op.kind, *work(model, case, [op], limits)) for op in times)
     rows += ["", f"All bounds together are {bound * 1e3:.2f} ms: {bound / total:.0%}.", ""]
     return rows
 
@@ -121,14 +126,14 @@ def by_name(ops: list[OpTime]) -> dict[str, list[OpTime]]:
 
 
 def work(
-    model: NativeDecoder, case: Case, ops: list[OpTime], weight_bits: int
+    model: NativeDecoder, case: Case, ops: list[OpTime], limits: Limits
 ) -> tuple[float, float]:
     """Bytes that these operations read from memory, and what they multiply and add."""
     num_bytes = num_flops = 0.0
     layers = model.config.kv_layout.layers
     for op in ops:
         if op.kind in PRODUCTS:
-            num_bytes += weight_bits / 8 * op.n * op.k
+            num_bytes += limits.bits_of(op.kind) / 8 * op.n * op.k
             num_flops += 2 * op.n * op.k * case.rows_of(op.kind)
         elif op.kind is OpKind.ATTENTION:
             heads = layers[0]
@@ -166,7 +171,8 @@ def main() -> None:
             "",
             "Made by `python load/step_profile.py`. An operation's bound is what its bytes take at "
             f"{limits.bytes_per_s / 1e9:.1f} GB/s or its products at "
-            f"{limits.flops_per_s / 1e9:.0f} GFLOP/s, whichever is more.",
+            f"{limits.flops_per_s / 1e9:.0f} GFLOP/s, whichever is more. Steps are greedy: where "
+            "a copy of the output projection in 8 bits screens it, not all logits are computed.",
             "",
             *(row for case in cases for row in profile_rows(model, case, args.rounds, limits)),
         ]

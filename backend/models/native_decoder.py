@@ -17,6 +17,8 @@ from shoal.backend.models.native_parts import (
     pack,
     pack_ends,
     pack_side_by_side,
+    screen,
+    wants_tokens,
 )
 from shoal.backend.models.native_step import StepBuilder
 from shoal.kernels.native_heads import AttentionHeads, HeadNorms
@@ -41,7 +43,8 @@ class NativeDecoder:
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor:
         """Run the batch, writing its keys and values to ``kv``.
 
-        Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``.
+        Returns float32 logits [num_samples, vocab_size] of the rows ``batch.logits_indices``. They
+        mean nothing where the batch asks for the likeliest tokens and gets them.
         """
         if batch.soft_tokens is not None:
             raise NotImplementedError("the native kernels do not run images")
@@ -51,7 +54,8 @@ class NativeDecoder:
         if batch.hidden is not None:
             states = torch.empty(len(batch.logits_indices), self.config.hidden_size)
             batch.hidden.states = states
-        self.plan.run(self._step.arguments(batch, kv, logits, states=states))
+        tokens = wants_tokens(batch, self.plan)
+        self.plan.run(self._step.arguments(batch, kv, logits, states=states, tokens=tokens))
         return logits
 
 
@@ -60,6 +64,7 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     plan = PlanBuilder(library, model.dtype)
     ends = model.take_ends()
     embedding, packed_head = pack_ends(library, ends.embed_tokens, ends.lm_head)
+    screened = screen(ends.lm_head)
     norm, scale = ends.norm, ends.embedding_scale
     del ends
     hidden = plan.buffer(config.hidden_size, torch.float32)
@@ -69,6 +74,8 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     for idx, layer in enumerate(model.take_layers()):
         layers.add(idx, layer)
     plan.select_norm(hidden, norm.weight, norm.eps, out=layers.normed)
+    if packed_head.bias is None:
+        plan.likeliest(layers.normed, packed_head, screened)
     plan.logits(layers.normed, packed_head)
     return plan.build()
 

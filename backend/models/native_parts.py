@@ -7,8 +7,9 @@ from shoal.backend.models.layers import Linear
 from shoal.kernels.huge_pages import huge_empty
 from shoal.kernels.native_heads import AttentionHeads
 from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedLinear
-from shoal.kernels.native_plan import ExpertBuffers, PlanBuilder
+from shoal.kernels.native_plan import ExpertBuffers, NativePlan, PlanBuilder
 from shoal.kernels.quantized_weights import QuantizedWeight, Weight, join
+from shoal.kernels.screened_head import ScreenedHead, screen_head
 
 GATED_EPILOGUES = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
 
@@ -50,6 +51,20 @@ def pack_ends(
     # Dense rows stay as they are; those of a quantised weight are read from its panels.
     is_packed = isinstance(embed_tokens, QuantizedWeight)
     return library.pack_linear(embed_tokens) if is_packed else embed_tokens, packed_head
+
+
+def screen(lm_head: Weight) -> ScreenedHead | None:
+    """What finds a step's likeliest tokens without all logits, where that pays."""
+    return None if isinstance(lm_head, QuantizedWeight) else screen_head(lm_head)
+
+
+def wants_tokens(batch: ForwardBatch, plan: NativePlan) -> torch.Tensor | None:
+    """Where the plan leaves the likeliest tokens, int64 [num_samples], if the batch asks for them
+    and the plan can tell."""
+    if batch.likeliest is None or not plan.screens:
+        return None
+    batch.likeliest.tokens = torch.empty(len(batch.logits_indices), dtype=torch.int64)
+    return batch.likeliest.tokens
 
 
 class HeadBuffers:

@@ -24,6 +24,7 @@ class StepBuilder:
         logits: torch.Tensor,
         sample_lens: list[int] | None = None,
         states: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> StepArguments:
         """Valid as long as batch, cache and logits are, and until the next call.
 
@@ -67,6 +68,7 @@ class StepBuilder:
             logits=pointer(logits, torch.float32),
             block_mass=pointer(batch.block_mass, torch.int64),
             hidden_states=pointer(states, torch.float32),
+            tokens=pointer(tokens, torch.int64),
         )
 
 

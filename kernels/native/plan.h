@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "screened_head.h"
 
 namespace shoal {
 
@@ -36,6 +37,11 @@ enum class OpKind : int32_t {
   kSelect = 16,         // in -> out: the sampled rows. Operations after the first see only those
   kSoftcap = 17,        // of the step's logits, [samples, n]; scalar: the cap
   kKeepStates = 18,     // in (T, sampled rows) -> the step's hidden states, where they are wanted
+  kScreenRows = 19,     // in (T, sampled rows) -> out (bytes, for 8 bits), in2: a RowBound each
+  kScreen = 21,         // in (bytes), in2 -> the step's logits, where bounds by panel stand for them;
+                        // bias: bounds of the columns, or null: the weight is that of kLogits.
+                        // These three are for steps that want only tokens
+  kGreedy = 22,         // in, the bounds -> the step's tokens; in, weight: as of kLogits
   kPrepare = 20,        // in (T) -> out (bytes): rows as a product of `format` reads them
 };
 
@@ -111,6 +117,7 @@ struct Step {
   float* logits;                  // [num_samples, vocab_size]
   int64_t* block_mass;  // [num_seqs, group 0's max_blocks], added to by its layers; or null
   float* hidden_states;  // [num_samples, hidden_size], what logits are made of; or null
+  int64_t* tokens;  // [num_samples]: the likeliest, instead of logits; or null. For plans that screen
   int64_t* op_nanoseconds;  // [num_ops], added to: how long each operation took; or null
 };
 
@@ -396,7 +403,34 @@ class Plan : public PlanBase {
             step.hidden_states[i * width + j] = to_float(row<T>(op.in, i)[j]);
         });
         break;
+      case OpKind::kScreenRows:
+        if (!step.tokens) break;
+        each_row(step.num_samples, [&](int64_t i) {
+          row<RowBound>(op.in2, 0)[i] =
+              prepare_screened(row<T>(op.in, i), op.k, row<char>(op.out, i));
+        });
+        break;
+      case OpKind::kScreen: {
+        if (!step.tokens) break;
+        Linear screening = product(op);
+        screening.bias = nullptr;
+        const auto* bounds = op.bias ? row<RowBound>(op.in2, 0) : nullptr;
+        screen<T>(team, turn, screening, op.bias, row<char>(op.in, 0), bounds, step.num_samples,
+                  step.logits);
+        break;
+      }
+      case OpKind::kGreedy: {
+        if (!step.tokens) break;
+        const int64_t stride = bounds_stride(num_panels<T>(product(op)));
+        const int64_t bytes = row_bytes<T>(Format(op.format), op.k, op.group);
+        team.share(turn, step.num_samples, 1, [&](int64_t i) {
+          step.tokens[i] = greedy_token<T>(product(op), row<char>(op.in, 0) + i * bytes,
+                                           step.logits + i * stride);
+        });
+        break;
+      }
       case OpKind::kLogits:
+        if (step.tokens) break;
         linear<T>(team, turn, product(op),
                   step.num_samples < kFarRows ? Epilogue::kStore : Epilogue::kStoreFar,
                   row<char>(op.in, 0), step.num_samples, step.logits, op.n,
