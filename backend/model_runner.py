@@ -113,7 +113,12 @@ class ModelRunner:
 
     def _run_batch(self, scheduled: Batch, result: RunResult) -> None:
         batch = build_forward_batch(
-            scheduled, self._kv_cache.block_size, self._device, self._images, self._spent_logits
+            scheduled,
+            self._kv_cache.block_size,
+            self._device,
+            self._images,
+            self._spent_logits,
+            may_choose=True,
         )
         logits = self._model.forward(batch, self._kv_cache)
         self._keep_logits(logits)
@@ -269,8 +274,10 @@ def build_forward_batch(
     device: torch.device,
     images: ImageStore | None = None,
     spent_logits: torch.Tensor | None = None,
+    may_choose: bool = False,
 ) -> ForwardBatch:
-    """The flat batch of this step's tokens, sequence after sequence."""
+    """The flat batch of this step's tokens, sequence after sequence. ``may_choose``: where only the
+    likeliest tokens are wanted, the model may give those instead of its logits."""
     sequences = [item.sequence for item in scheduled]
     ranges = [_token_range(item) for item in scheduled]
     indices = [_held_range(item) for item in scheduled]
@@ -300,7 +307,7 @@ def build_forward_batch(
         hidden=HiddenStates() if any(s.sampling.pooling for s in sequences) else None,
         soft_tokens=_soft_tokens(scheduled, images, device) if images is not None else None,
         spent_logits=spent_logits,
-        likeliest=LikeliestTokens() if _takes_likeliest(scheduled) else None,
+        likeliest=LikeliestTokens() if may_choose and _takes_likeliest(scheduled) else None,
     )
 
 

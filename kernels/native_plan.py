@@ -15,7 +15,7 @@ from shoal.kernels.native_library import (
     PackedLinear,
     pointer,
 )
-from shoal.kernels.screened_head import ScreenedHead
+from shoal.kernels.screened_head import BOUND_PARTS, LEAST_COLUMNS, ScreenedHead
 
 MODEL_TYPE = None  # a buffer's type: that of the weights
 
@@ -267,13 +267,14 @@ class PlanBuilder:
         the same states and weight and are chosen from as they are. ``screen`` is of that weight;
         without one the weight itself says which tokens come into question."""
         assert packed.bias is None
+        assert packed.out_features >= LEAST_COLUMNS
         rows = states
         if packed.format.prepares_rows:
             rows = self._prepare(states, packed, only_samples=True)
         screened, bounds, row_bounds, screening = rows, None, -1, packed
         if screen is not None:
             screening, bounds = screen.packed, self._keep(screen.bounds)
-            row_bounds = self.buffer(2, torch.float32)
+            row_bounds = self.buffer(2 * BOUND_PARTS, torch.float32)
             screened = self.buffer(self._library.row_bytes(screening), torch.uint8)
             sizes = {"k": screening.in_features}
             self._add(OpKind.SCREEN_ROWS, in_=states, in2=row_bounds, out=screened, **sizes)

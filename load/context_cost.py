@@ -66,7 +66,9 @@ def measure(model: NativeDecoder, rounds: int) -> dict[str, list[float]]:
         for idx, context in enumerate(CONTEXTS):
             sequence = Sequence(0, [7] * context, context, SamplingParams(), block_tables=[table])
             sequence.num_computed_tokens = context - 1
-            batch = build_forward_batch([ScheduledSequence(sequence, 1)], BLOCK_SIZE, CPU)
+            batch = build_forward_batch(
+                [ScheduledSequence(sequence, 1)], BLOCK_SIZE, CPU, may_choose=True
+            )
             for name, cache in caches.items():
                 start = time.perf_counter()
                 model.forward(batch, cache)

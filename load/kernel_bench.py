@@ -129,10 +129,10 @@ def blocks_for(num_tokens: int) -> int:
 
 
 def make_batch(
-    num_seqs: int, context: int, new_tokens: int, temperature: float = 1.0
+    num_seqs: int, context: int, new_tokens: int, is_greedy: bool = False
 ) -> ForwardBatch:
     """Equal sequences of ``context`` tokens, all but the last ``new_tokens`` computed before."""
-    sampling = SamplingParams(temperature=temperature)
+    sampling = SamplingParams(temperature=0.0 if is_greedy else 1.0)
     token_ids = torch.randint(0, 40_000, (context,)).tolist()
     width = blocks_for(context)
     items = []
@@ -141,7 +141,7 @@ def make_batch(
         sequence = Sequence(idx, token_ids, context, sampling, block_tables=[blocks])
         sequence.num_computed_tokens = context - new_tokens
         items.append(ScheduledSequence(sequence, new_tokens))
-    return build_forward_batch(items, BLOCK_SIZE, CPU)
+    return build_forward_batch(items, BLOCK_SIZE, CPU, may_choose=is_greedy)
 
 
 def step_rows(library: NativeLibrary, weights: Path, rounds: int) -> list[str]:

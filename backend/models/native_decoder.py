@@ -25,6 +25,7 @@ from shoal.kernels.native_heads import AttentionHeads, HeadNorms
 from shoal.kernels.native_library import Epilogue, NativeLibrary
 from shoal.kernels.native_plan import ExpertBuffers, ExpertProducts, NativePlan, PlanBuilder
 from shoal.kernels.quantized_weights import dense
+from shoal.kernels.screened_head import LEAST_COLUMNS
 
 
 class NativeDecoder:
@@ -74,7 +75,7 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     for idx, layer in enumerate(model.take_layers()):
         layers.add(idx, layer)
     plan.select_norm(hidden, norm.weight, norm.eps, out=layers.normed)
-    if packed_head.bias is None:
+    if packed_head.bias is None and packed_head.out_features >= LEAST_COLUMNS:
         plan.likeliest(layers.normed, packed_head, screened)
     plan.logits(layers.normed, packed_head)
     return plan.build()

@@ -425,7 +425,7 @@ class Plan : public PlanBase {
         const int64_t bytes = row_bytes<T>(Format(op.format), op.k, op.group);
         team.share(turn, step.num_samples, 1, [&](int64_t i) {
           step.tokens[i] = greedy_token<T>(product(op), row<char>(op.in, 0) + i * bytes,
-                                           step.logits + i * stride);
+                                           step.logits + i * 2 * stride);
         });
         break;
       }

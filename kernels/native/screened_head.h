@@ -15,10 +15,14 @@
 
 namespace shoal {
 
-// What a row's norms say of its logits' errors.
+// Features are bounded in so many parts, each a run of groups: one that holds an outlier, whose
+// neighbours 8 bits spoil, costs the others nothing. Mirrored by shoal.kernels.screened_head.
+constexpr int kBoundParts = 3;
+
+// What a row's norms say of its logits' errors, by part.
 struct RowBound {
-  float whole;  // times the norm of w - w'
-  float lost;   // times the norm of w'
+  float whole[kBoundParts];  // times the norm of w - w'
+  float lost[kBoundParts];   // times the norm of w'
 };
 
 // A row as the 8-bit product reads it.
@@ -27,20 +31,28 @@ RowBound prepare_screened(const T* in, int64_t k, char* out) {
   prepare_int8(in, k, out);
   const int8_t* bytes = reinterpret_cast<const int8_t*>(out);
   const char* tail = out + int8_row_bytes(k) - int8_tail_bytes(k);
-  double whole = 0, lost = 0;
-  for (int64_t first = 0; first < k; first += kStateGroup, tail += sizeof(StateGroup)) {
+  // Sums of k products are rounded k times at most, relative to the norms; and as often once more
+  // for the 8-bit product and the bound itself.
+  const double slack = 1e-5 + double(k) * 0x1p-23;
+  double whole[kBoundParts] = {}, lost[kBoundParts] = {};
+  const int64_t groups = state_groups(k);
+  for (int64_t group = 0; group < groups; group++, tail += sizeof(StateGroup)) {
+    const int64_t part = group * kBoundParts / groups, first = group * kStateGroup;
     float scale;
     std::memcpy(&scale, tail, sizeof scale);
     for (int64_t i = first; i < std::min(first + kStateGroup, k); i++) {
       const double x = to_float(in[i]), left = x - double(scale) * bytes[i];
-      whole += x * x;
-      lost += left * left;
+      whole[part] += x * x;
+      lost[part] += left * left;
     }
   }
-  // Sums of k products are rounded k times at most, relative to the norms; and as often once more
-  // for the 8-bit product and the bound itself.
-  const double slack = 1e-5 + double(k) * 0x1p-23, norm = std::sqrt(whole);
-  return {float(norm * (1 + slack)), float(std::sqrt(lost) + norm * slack)};
+  RowBound bound;
+  for (int part = 0; part < kBoundParts; part++) {
+    const double norm = std::sqrt(whole[part]);
+    bound.whole[part] = float(norm * (1 + slack));
+    bound.lost[part] = float(std::sqrt(lost[part]) + norm * slack);
+  }
+  return bound;
 }
 
 // What a row of bounds takes: no multiple of a page, or the rows would share a few sets of a cache.
@@ -53,9 +65,9 @@ inline Vec highest(Vec most, Vec value) {
   return maximum(number, most);
 }
 
-// What a row's logits are at most in each panel, to out [num_rows][bounds_stride].
-// bounds [2][columns]: norms of w - w' and of w'; rows [num_rows]. Both null: the weight is the
-// projection itself, and its logits are its bounds.
+// What a row's logits are at most, and what they are about, in each panel: to out
+// [num_rows][2][bounds_stride]. bounds [2][kBoundParts][columns]: norms of w - w' and of w'; rows
+// [num_rows]. Both null: the weight is the projection itself, and its logits are its bounds.
 template <class T>
 void screen(Team& team, int64_t operation, const Linear& op, const float* bounds, const char* a,
             const RowBound* rows, int64_t num_rows, float* out) {
@@ -65,11 +77,11 @@ void screen(Team& team, int64_t operation, const Linear& op, const float* bounds
       std::max<int64_t>(1, fetch_steps(op.format, op.k, op.group, bytes / 128));
   const int most_rows = tile_rows(op.format);
   const int64_t num_tiles = tiles_of(num_rows, most_rows);
+  const int64_t columns = panels * kPanel, stride = bounds_stride(panels);
   const char* weight = static_cast<const char*>(op.weight);
   team.share(operation, panels, 1, [&](int64_t panel, int64_t next) {
     const Soon soon = next < 0 ? Soon{} : Soon{weight + next * bytes, bytes};
-    const float* errors = bounds + panel * kPanel;
-    const float* norms = errors + panels * kPanel;
+    const float* norms = bounds + panel * kPanel;  // of the first part
     alignas(64) float sums[kTileRows * kPanel];
     int64_t tile = 0;
     for_tiles(num_rows, [&](int64_t begin, int count) {
@@ -77,23 +89,30 @@ void screen(Team& team, int64_t operation, const Linear& op, const float* bounds
       format_tile<T>(op.format, count, a + begin * a_stride, a_stride, weight + panel * bytes, op.k,
                      op.group, sums, ahead);
       for (int i = 0; i < count; i++) {
-        Vec most = splat(-std::numeric_limits<float>::infinity());
+        const Vec lowest = splat(-std::numeric_limits<float>::infinity());
+        Vec most = lowest, most_near = lowest;
         for (int v = 0; v < kPanel; v += kLanes) {
-          Vec bound = load(sums + i * kPanel + v);
-          if (bounds) {
-            bound = multiply_add(splat(rows[begin + i].lost), load(norms + v), bound);
-            bound = multiply_add(splat(rows[begin + i].whole), load(errors + v), bound);
+          const Vec near = load(sums + i * kPanel + v);
+          Vec bound = near;
+          for (int part = 0; bounds && part < kBoundParts; part++) {
+            const float* errors = norms + part * columns + v;
+            const float* spread = errors + kBoundParts * columns;
+            bound = multiply_add(splat(rows[begin + i].whole[part]), load(errors), bound);
+            bound = multiply_add(splat(rows[begin + i].lost[part]), load(spread), bound);
           }
           most = highest(most, bound);
+          most_near = highest(most_near, near);
         }
-        out[(begin + i) * bounds_stride(panels) + panel] = max_lanes(most);
+        float* to = out + (begin + i) * 2 * stride + panel;
+        to[0] = max_lanes(most);
+        to[stride] = bounds ? max_lanes(most_near) : to[0];
       }
     }, most_rows);
   });
 }
 
 // The first of the likeliest, or -1 where the best logit is no finite number or any is none.
-// states: a row as the product reads it. bounds: by panel.
+// states: a row as the product reads it. bounds [2][bounds_stride], by panel.
 template <class T>
 int64_t greedy_token(const Linear& op, const char* states, const float* bounds) {
   constexpr float kTiny = 1e-30f;  // what products of numbers next to 0 may lose
@@ -119,7 +138,8 @@ int64_t greedy_token(const Linear& op, const char* states, const float* bounds) 
       }
     }
   };
-  const int64_t first = std::max_element(bounds, bounds + panels) - bounds;
+  const float* near = bounds + bounds_stride(panels);
+  const int64_t first = std::max_element(near, near + panels) - near;
   const auto candidate = [&](int64_t panel) {  // that one or the next; -1: none
     for (; panel < panels; panel++)
       if (panel != first && bounds[panel] + kTiny >= best) return panel;

@@ -14,8 +14,8 @@ from shoal.backend.sampler import sample
 from shoal.backend.weights.catalogue import kernels_dir
 from shoal.kernels.native_library import NativeLibrary, load_native, pointer
 from shoal.kernels.native_plan import NativePlan, PlanBuilder, StepArguments
-from shoal.kernels.quantized_weights import Weight
-from shoal.kernels.screened_head import LEAST_TOKENS, screen_head
+from shoal.kernels.quantized_weights import STATE_GROUP, Weight
+from shoal.kernels.screened_head import LEAST_TOKENS, bound_parts, screen_head
 
 SIZES = [(LEAST_TOKENS, 64), (LEAST_TOKENS + 17, 99)]
 
@@ -178,14 +178,16 @@ def test_bounds_hold(native: NativeLibrary, dtype: torch.dtype) -> None:
     states[3:6, 4] *= 90
     near = native.linear(states, screened.packed)
     true = states.double() @ weight.double().T
-    whole = states.double().norm(dim=1)
-    steps = torch.zeros_like(states, dtype=torch.float64)
-    for first in range(0, 130, 64):
-        part = states[:, first : first + 64].double()
+    left = torch.zeros_like(true[:, :130])
+    for first in range(0, 130, STATE_GROUP):
+        part = states[:, first : first + STATE_GROUP].double()
         scale = part.abs().amax(dim=1, keepdim=True) / 127
-        steps[:, first : first + 64] = part - (part / scale).round() * scale
-    errors, norms = screened.bounds[:, :LEAST_TOKENS].double()
-    bound = whole[:, None] * errors + steps.norm(dim=1)[:, None] * norms
+        left[:, first : first + STATE_GROUP] = part - (part / scale).round() * scale
+    errors, norms = screened.bounds[..., :LEAST_TOKENS].double()
+    bound = torch.zeros_like(true)
+    for idx, features in enumerate(bound_parts(130)):
+        bound += states[:, features].double().norm(dim=1)[:, None] * errors[idx]
+        bound += left[:, features].norm(dim=1)[:, None] * norms[idx]
     off = (near.double() - true).abs()
     assert bool((off <= bound * 1.001 + 1e-4).all())
     assert float((off / bound).max()) > 0.05  # and it is of their order
