@@ -62,9 +62,10 @@ def measure(model: NativeDecoder, rounds: int) -> dict[str, list[float]]:
     }
     # Blocks in disorder, as in a pool that has been in use.
     table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+    greedy = SamplingParams(temperature=0.0)
     for _ in range(rounds):
         for idx, context in enumerate(CONTEXTS):
-            sequence = Sequence(0, [7] * context, context, SamplingParams(), block_tables=[table])
+            sequence = Sequence(0, [7] * context, context, greedy, block_tables=[table])
             sequence.num_computed_tokens = context - 1
             batch = build_forward_batch(
                 [ScheduledSequence(sequence, 1)], BLOCK_SIZE, CPU, may_choose=True
