@@ -282,7 +282,9 @@ class Scheduler:
 
     def _admit(self, candidates: SequenceOf[Sequence]) -> list[Restored]:
         """Let waiting sequences run, in order, while there are slots and blocks."""
-        restored = []
+        restored: list[Restored] = []
+        if not candidates:
+            return restored
         spare = self.kv.num_free_blocks - sum(
             self.kv.num_missing_blocks(sequence, sequence.num_tokens) for sequence in self._running
         )

@@ -1,6 +1,7 @@
 """One step's batch and caches as the native plan takes them."""
 
 import ctypes
+from array import array
 
 import torch
 
@@ -35,14 +36,14 @@ class StepBuilder:
         caches.update(kv)
         context_lens = [group.context_lens for group in batch.groups]
         sample_lens = sample_lens or [0] * len(batch.query_lens)
-        self._lens = torch.tensor([batch.query_lens, sample_lens, *context_lens])
+        self._lens = [array("q", lens) for lens in (batch.query_lens, sample_lens, *context_lens)]
         self._groups = (StepGroup * len(batch.groups))(
             *(
                 StepGroup(
                     group.block_tables.shape[1],
                     pointer(group.block_tables, torch.int64),
                     pointer(group.slot_mapping, torch.int64),
-                    pointer(lens),
+                    _address(lens),
                 )
                 for group, lens in zip(batch.groups, self._lens[2:], strict=True)
             )
@@ -56,8 +57,8 @@ class StepBuilder:
             stored=caches.stored,
             input_ids=pointer(batch.input_ids, torch.int64),
             positions=pointer(batch.positions, torch.int64),
-            query_lens=pointer(self._lens[0]),
-            sample_lens=pointer(self._lens[1]),
+            query_lens=_address(self._lens[0]),
+            sample_lens=_address(self._lens[1]),
             logits_indices=pointer(batch.logits_indices, torch.int64),
             groups=ctypes.addressof(self._groups),
             layer_groups=caches.address("layer_groups"),
@@ -70,6 +71,10 @@ class StepBuilder:
             hidden_states=pointer(states, torch.float32),
             tokens=pointer(tokens, torch.int64),
         )
+
+
+def _address(values: "array[int]") -> int:
+    return values.buffer_info()[0]
 
 
 class _CachePointers:
