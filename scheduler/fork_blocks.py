@@ -37,6 +37,25 @@ def fork_blocks(
     ]
 
 
+def copy_last_block(kv: KVCacheManager, sequence: Sequence) -> list[DeviceCopy]:
+    """Of a sequence that the prefix tree has whole, in full blocks, leave one token to compute.
+
+    It shares all blocks but the last, which it will write to: of that it gets a copy, where there
+    is a free block. Returns what must be copied before anything else is written.
+    """
+    num_tokens, size = sequence.num_tokens, kv.block_size
+    starts_at_last = size > 1 and 0 < sequence.num_computed_tokens == num_tokens - size
+    if not starts_at_last or kv.windows or kv.prefix_tree is None or not kv.pool.num_free:
+        return []
+    if kv.num_shared_blocks(sequence) * size != sequence.num_computed_tokens:
+        return []
+    match = kv.prefix_tree.match(sequence.cache_salt, sequence.cache_keys, num_tokens)
+    if match.num_tokens < num_tokens or kv.allocate_slots(sequence, size - 1) is None:
+        return []
+    sequence.num_computed_tokens = num_tokens - 1
+    return [DeviceCopy(0, match.block_ids[-1], sequence.block_table[-1])]
+
+
 def _share_blocks(kv: KVCacheManager, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
     """Let the child hold the parent's full blocks of its first tokens, if it still has them."""
     if not all(window.can_share(parent, num_tokens) for window in kv.windows):

@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from shoal.scheduler.errors import context_exceeded
-from shoal.scheduler.fork_blocks import fork_blocks
+from shoal.scheduler.fork_blocks import copy_last_block, fork_blocks
 from shoal.scheduler.forks import Fork, Forks
 from shoal.scheduler.kv_manager import KVCacheManager
 from shoal.scheduler.outputs import (
@@ -314,6 +314,8 @@ class Scheduler:
             came_back = self.kv.bring_back(sequence) if fork is None else None
             if came_back is not None:
                 restored.append(came_back)
+            elif fork is None:
+                copies = copy_last_block(self.kv, sequence)
             if sequence.status is SequenceStatus.WAITING:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
                 self.num_query_tokens += sequence.num_tokens

@@ -197,3 +197,42 @@ def test_forked_choices_have_the_texts_that_they_have_alone(llama, cached, num_b
     assert forked.texts == alone
     assert len({tuple(text) for text in alone.values()}) == 4
     assert (forked.scheduler.num_preemptions > 0) == (num_blocks == 14)
+
+
+@pytest.mark.parametrize("num_prompt", [8, 11, 12, 13])
+def test_a_prompt_that_is_cached_whole_leaves_one_token(num_prompt):
+    contents = FakeKVContents()
+    scheduler = make_scheduler(block_size=BLOCK_SIZE, prefix_eviction=LruPolicy())
+    scheduler.add(make_sequence(0, num_prompt, max_tokens=3))
+    finish(scheduler, contents)
+    again = [make_child(seq_id, num_prompt, max_tokens=3) for seq_id in (1, 2)]
+    for sequence in again:
+        scheduler.add(sequence)
+    step = run_step(scheduler, contents=contents)
+    left = num_prompt % BLOCK_SIZE or 1
+    assert step.num_tokens == {1: left, 2: left}
+    assert [sequence.num_cached_tokens for sequence in again] == [num_prompt - left] * 2
+    assert finish(scheduler, contents) == 4
+    scheduler.check_integrity()
+
+
+def test_a_last_block_is_computed_where_none_is_free_for_a_copy():
+    contents = FakeKVContents()
+    scheduler = make_scheduler(
+        num_blocks=4, block_size=BLOCK_SIZE, prefix_eviction=LruPolicy(), max_model_len=16
+    )
+    for seq_id, seed in enumerate((0, 1)):
+        scheduler.add(make_sequence(seq_id, 8, prompt_seed=seed, max_tokens=1))
+        finish(scheduler, contents)
+    assert scheduler.kv.pool.num_free == 0
+    scheduler.add(make_child(2, 8, max_tokens=1))
+    assert run_step(scheduler, contents=contents).num_tokens == {2: BLOCK_SIZE}
+    scheduler.check_integrity()
+
+
+def test_a_prompt_that_is_cached_whole_gives_the_same_text(llama):
+    first, *others = (make_child(seq_id, 12, max_tokens=6, temperature=0.0) for seq_id in range(3))
+    again = generate(llama, [first], rounds=[others], prefix_eviction=LruPolicy())
+    assert [sequence.num_cached_tokens for sequence in others] == [11, 11]
+    assert not again.failed
+    assert again.texts[1] == again.texts[2] == again.texts[0]
