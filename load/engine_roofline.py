@@ -39,18 +39,21 @@ class EngineFigures:
     tokens_per_s: float
     roofline: float  # tokens a second, had each of its steps taken the least it can
     best: float  # tokens a second of the best order of the same work
-    decode_ms: float  # median of steps that only decode, all streams in them
+    decode_ms: float  # median of steps that only decode, with the most streams that ever do
     decode_roofline: float  # share
 
     @classmethod
     def of(cls, loop: EngineLoop, shape: ModelShape, bits: str, limits: Peaks) -> "EngineFigures":
         """Figures of what ran. Steps with no token of a prompt count as decodes."""
         least = [shape.step_seconds(step.runs, bits, limits) for step in loop.steps]
-        full = [
-            (step.seconds, seconds)
+        decodes = [
+            (len(step.runs), step.seconds, seconds)
             for step, seconds in zip(loop.steps, least, strict=True)
-            if len(step.runs) == loop.streams and all(run.num_tokens == 1 for run in step.runs)
+            if all(run.num_tokens == 1 for run in step.runs)
         ]
+        # Prompts that come in one after another may leave no step to all streams alone.
+        most = max((num_seqs for num_seqs, _, _ in decodes), default=0)
+        full = [(took, best) for num_seqs, took, best in decodes if num_seqs == most]
         return cls(
             streams=loop.streams,
             tokens_per_s=loop.tokens / loop.seconds,
@@ -174,8 +177,8 @@ def _head(found: list[Limits], model: str, bits: str, load: float) -> list[str]:
         "they were composed; the best order has all prompts in one step and then one step a "
         "token. The fraction is the roofline's time by the time that the steps took, from one "
         "step's end to the next one's, scheduling and sampling in it; each round's against its "
-        "own limits. A decode step has one token of every stream and nothing else. What the path "
-        "takes is 1 − served / in process.",
+        "own limits. A decode step has one token of every stream, or of as many as ever decode "
+        "alone, and nothing else. What the path takes is 1 − served / in process.",
         "",
     ]
 
