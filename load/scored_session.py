@@ -60,7 +60,7 @@ class _ScoredModel:
 
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor:
         rows = torch.arange(len(batch.input_ids))
-        logits = self.model.forward(replace(batch, logits_indices=rows), kv)
+        logits = self.model.forward(replace(batch, logits_indices=rows, likeliest=None), kv)
         following = batch.positions + 1
         known = following < len(self.prompt)
         targets = torch.tensor(self.prompt)[following[known]]

@@ -35,6 +35,7 @@ STRING_INPUTS = ("text_input", "messages", "sampling_parameters", "control")
 RETURNS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens")
 RETURNS += ("num_output_tokens", "cached_tokens", "token_ids", "error")
 BOOL_INPUTS = ("stream", "exclude_input_in_output", *(f"return_{name}" for name in RETURNS))
+THREAD_NAME = "fake triton"
 UNHEALTHY = "Stub process '{}_0_0' is not healthy."
 
 
@@ -221,7 +222,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         workers: list[threading.Thread] = []
 
         def begin(target: Callable[..., None], *arguments: Any) -> None:
-            worker = threading.Thread(target=target, args=arguments, daemon=True)
+            worker = threading.Thread(
+                target=target, args=arguments, daemon=True, name=f"{THREAD_NAME}'s answer"
+            )
             workers.append(worker)
             worker.start()
 
@@ -237,7 +240,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 worker.join()
             replies.put(None)
 
-        threading.Thread(target=read, daemon=True).start()
+        threading.Thread(target=read, daemon=True, name=f"{THREAD_NAME}'s reader").start()
         while (reply := replies.get()) is not None:
             yield reply
 

@@ -26,8 +26,8 @@ UNIT, E2E = "tests/unit/test_", "tests/e2e/test_"
 # Reports of https://github.com/ that other tests hold.
 HELD_ELSEWHERE = {
     "vllm-project/vllm/pull/45636": UNIT + "stop.py::test_unrelated_stop_holds_nothing_back",
-    "EricLBuehler/mistral.rs/issues/1874": UNIT
-    + "openai_shim.py::test_failure_mid_stream_is_an_event_then_the_end",
+    "EricLBuehler/mistral.rs/issues/1874": "tests/unit/shim/test_openai_shim.py"
+    "::test_failure_mid_stream_is_an_event_then_the_end",
     "vllm-project/vllm/pull/2163": UNIT
     + "kv_sizing.py::test_beyond_the_pool_names_the_setting_that_made_it",
     "vllm-project/vllm/issues/1607": UNIT

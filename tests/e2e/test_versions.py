@@ -106,8 +106,10 @@ def test_another_version_takes_over_and_requests_end_where_they_are(served: Serv
 
 
 def test_an_unloaded_model_stays_so_when_tritonserver_dies(served: Served) -> None:
+    noticed = "was unloaded; it stays so"
+    before = served.log.read_text().count(noticed)
     unload(served)
-    until(lambda: served.log.read_text().count("was unloaded; it stays so") > 0, "not noticed")
+    until(lambda: served.log.read_text().count(noticed) > before, "not noticed")
     dead = served.find_process("bin/tritonserver")
     dead.kill()
     until(lambda: is_live(served) and not dead.is_running(), "no new tritonserver")
