@@ -17,7 +17,8 @@ _LEAST_PREFILL = 16
 # Products are about as fast a row with this many as with more: rows of a step where a prompt is
 # urgent, or more sequences wait for a first token than decode.
 _FULL_ROWS = 128
-_MOST_WAITING = 4.0  # that one decode is weighed against; an urgent one weighs as much
+_MOST_WAITING = 4.0  # what waiting prompts weigh at most against decodes; an urgent one does
+_WEIGHT_OF_PROMPT = 8  # decodes that a waiting prompt is weighed against
 
 
 def share_budget(
@@ -111,16 +112,17 @@ def _most_prefill(members: Many[Sequence], pace: StepPace, decode_stretch: float
     """Prefill tokens of a step that is as short as the decodes in it want; all, without decodes.
 
     A decode with a ``tpot_s`` wants no longer step. To the others prompts may add
-    ``decode_stretch - 1`` times what the decodes take alone, and more where more sequences wait for
-    their first token than decode, so that neither side waits much longer than the other; and where
-    one is urgent. How fast steps are decides only when a token is computed, never what it is.
+    ``decode_stretch - 1`` times what the decodes take alone, and up to four times as much where one
+    waits for its first token for every eight that decode, or more, so that neither side waits much
+    longer than the other; and where one is urgent. How fast steps are decides only when a token is
+    computed, never what it is.
     """
     decodes = [s for s in members if s.num_runnable_tokens == 1]
     if not decodes:
         return sum(s.num_runnable_tokens for s in members)
     least_rows = _LEAST_ROWS
     waiting = [s for s in members if s.num_runnable_tokens > 1 and s.urgency >= 0]
-    weight = min(_MOST_WAITING, max(1.0, len(waiting) / len(decodes)))
+    weight = min(_MOST_WAITING, max(1.0, _WEIGHT_OF_PROMPT * len(waiting) / len(decodes)))
     if any(s.urgency > 0 for s in waiting):
         weight, least_rows = _MOST_WAITING, _FULL_ROWS
     elif len(waiting) > len(decodes) and all(s.tpot_s is None for s in decodes):

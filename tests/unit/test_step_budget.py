@@ -115,14 +115,17 @@ class TestStretch:
         seconds = self.seconds(self.share(num_decodes, 1, stretch), num_decodes)
         assert seconds == pytest.approx(stretch * alone, rel=0.1)
 
-    def test_several_prompts_no_farther_while_more_sequences_decode(self) -> None:
-        one, several = self.share(16, 1, 2.0), self.share(16, 15, 2.0)
+    def test_several_prompts_no_farther_while_eight_decode_for_each(self) -> None:
+        one, several = self.share(32, 1, 2.0), self.share(32, 4, 2.0)
         assert sum(one.values()) == sum(several.values())
 
-    def test_each_that_waits_weighs_as_much_as_one_that_decodes(self) -> None:
+    @pytest.mark.parametrize(("num_waiting", "weight"), [(10, 2), (15, 3), (20, 4), (400, 4)])
+    def test_each_that_waits_weighs_as_much_as_eight_that_decode(
+        self, num_waiting: int, weight: int
+    ) -> None:
         alone = self.BASE + self.DECODE * 40
-        assert self.seconds(self.share(40, 120, 2.0), 40) == pytest.approx(4 * alone, rel=0.15)
-        assert self.seconds(self.share(40, 400, 2.0), 40) == pytest.approx(5 * alone, rel=0.15)
+        seconds = self.seconds(self.share(40, num_waiting, 2.0), 40)
+        assert seconds == pytest.approx((1 + weight) * alone, rel=0.15)
 
     def test_a_burst_is_computed_in_full_rows_while_most_of_it_waits(self) -> None:
         pace = make_pace(base=0.001, rate=0.001)
@@ -218,7 +221,9 @@ class TestPace:
         late = prefill(1, 5000)
         late.num_computed_tokens = 4000
         shares = share_budget([decode(0), late], BUDGET, pace, 20.0)
-        assert pace.seconds(1, 3 * shares[1]) == pytest.approx(20 * pace.seconds(1), rel=0.1)
+        # One that waits beside one decode weighs four times.
+        longest = (1 + 19 * 4) * pace.seconds(1)
+        assert pace.seconds(1, 3 * shares[1]) == pytest.approx(longest, rel=0.1)
         late.urgency = -1
         assert share_budget([late], BUDGET, pace)[1] == pytest.approx(96 / 3, abs=1)
 
