@@ -12,7 +12,8 @@ from openai_document import FINDINGS
 
 from shoal.backend.engine_config import ConfigError
 from shoal.backend.text.tokenizer import Tokenizer
-from shoal.backend.weights.catalogue import DEFAULT_MODEL, resolve_weights
+from shoal.backend.weights.catalogue import DEFAULT_MODEL, kernels_dir, resolve_weights
+from shoal.kernels.native_library import NativeLibrary, load_native
 
 # A busy machine must not fail a test, and CI must not fail by the luck of a draw.
 settings.register_profile("local", deadline=None)
@@ -42,3 +43,9 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_path: Path) -> Tokenizer:
     return Tokenizer.from_checkpoint(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def native() -> NativeLibrary:
+    """The CPU kernels, compiled where they are not in the cache."""
+    return load_native(kernels_dir())

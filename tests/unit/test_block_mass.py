@@ -12,18 +12,12 @@ from tiny_checkpoint import write_tiny_checkpoint
 
 from shoal.backend.model_runner import build_forward_batch
 from shoal.backend.models.native_decoder import NativeDecoder
-from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.attention_mass import MASS_ONE
-from shoal.kernels.native_library import NativeLibrary, load_native
+from shoal.kernels.native_library import NativeLibrary
 from shoal.scheduler.outputs import ScheduledSequence
 
 LENGTHS = [70, 200, 65, 1]
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeLibrary:
-    return load_native(kernels_dir())
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

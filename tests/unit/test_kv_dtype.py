@@ -16,11 +16,10 @@ from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_layout import KVLayout, LayerKV
 from shoal.backend.models.native_decoder import NativeDecoder
-from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.kv_quantization import dequantize_heads, quantize_heads
 from shoal.kernels.native_heads import AttentionHeads
-from shoal.kernels.native_library import NativeLibrary, load_native
+from shoal.kernels.native_library import NativeLibrary
 from shoal.kernels.rotary_embedding import rotary_angles, rotary_embedding
 from shoal.scheduler.eviction import LruPolicy
 from shoal.scheduler.sequence import Sequence
@@ -28,11 +27,6 @@ from shoal.scheduler.sequence import Sequence
 FP8 = torch.float8_e4m3fn
 STORED = [torch.int8, FP8]
 BLOCKS = (11, 2, 40, 7, 63, 1, 33, 20, 5, 18, 50, 9, 27)
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeLibrary:
-    return load_native(kernels_dir())
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

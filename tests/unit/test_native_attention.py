@@ -5,15 +5,9 @@ import pytest
 import torch
 from attention_context import MIXED, TOLERANCE, Context
 
-from shoal.backend.weights.catalogue import kernels_dir
-from shoal.kernels.native_library import NativeLibrary, load_native
+from shoal.kernels.native_library import NativeLibrary
 
 WINDOWS = [None, 1, 40, 64, 90]
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeLibrary:
-    return load_native(kernels_dir())
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -14,18 +14,12 @@ from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.messages import WorkerReady
 from shoal.backend.models.native import make_native, missing_ops
 from shoal.backend.runners import find_weights
-from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
-from shoal.kernels.native_library import NativeLibrary, load_native
+from shoal.kernels.native_library import NativeLibrary
 from shoal.load.tiny_models import TINY_MODELS, write_tiny_model
 
 # Llama's variants are tried in test_native_llama.
 FAMILIES = [name for name in TINY_MODELS if not name.startswith(("Llama", "SmolLM2"))]
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeLibrary:
-    return load_native(kernels_dir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -22,9 +22,8 @@ from shoal.backend.engine_builder import build_engine, choose_kernels
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.model_runner import build_forward_batch
 from shoal.backend.models.native_decoder import NativeDecoder
-from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
-from shoal.kernels.native_library import NativeLibrary, load_native
+from shoal.kernels.native_library import NativeLibrary
 from shoal.kernels.native_plan import OpKind
 from shoal.scheduler.outputs import ScheduledSequence
 
@@ -35,11 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own_head_dim": {"num_key_value_heads": 2, "head_dim": 24, "vocab_size": 131},
     "odd_sizes": {"hidden_size": 44, "num_attention_heads": 2, "intermediate_size": 51},
 }
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeLibrary:
-    return load_native(kernels_dir())
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"], scope="module")

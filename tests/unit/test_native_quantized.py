@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from shoal.backend.models.native_decoder import NativeDecoder
 from shoal.backend.quantization.schemes import SCHEMES, quantize_int4
-from shoal.backend.weights.catalogue import kernels_dir
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.linear import linear
 from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedFormat, load_native
@@ -26,11 +25,6 @@ FORMAT_OF = {
     "fp8": PackedFormat.FP8,
 }
 SIZES = [(32, 64), (1, 1), (33, 7), (95, 65), (577, 130), (64, 576)]
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeLibrary:
-    return load_native(kernels_dir())
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -11,18 +11,12 @@ from builders import make_sequence
 from shoal.backend.models.native_parts import screen
 from shoal.backend.quantization.schemes import quantize_fp8, quantize_int4, quantize_int8
 from shoal.backend.sampler import sample
-from shoal.backend.weights.catalogue import kernels_dir
-from shoal.kernels.native_library import NativeLibrary, load_native, pointer
+from shoal.kernels.native_library import NativeLibrary, pointer
 from shoal.kernels.native_plan import NativePlan, PlanBuilder, StepArguments
 from shoal.kernels.quantized_weights import STATE_GROUP, Weight
 from shoal.kernels.screened_head import LEAST_TOKENS, bound_parts, screen_head
 
 SIZES = [(LEAST_TOKENS, 64), (LEAST_TOKENS + 17, 99)]
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeLibrary:
-    return load_native(kernels_dir())
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
