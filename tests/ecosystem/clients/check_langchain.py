@@ -69,7 +69,9 @@ def test_a_conversation_goes_on(chat: ChatOpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["any", "get_weather", "auto"])
 def test_bind_tools(chat: ChatOpenAI, choice: str) -> None:
-    bound = chat.bind_tools([get_weather], tool_choice=choice, strict=True)
+    bound = chat.bind_tools(
+        [get_weather], tool_choice=choice, strict=True, parallel_tool_calls=False
+    )
     question = HumanMessage("Weather in Paris?")
     answer = bound.invoke([question])
     assert isinstance(answer, AIMessage)
@@ -106,7 +108,9 @@ def test_responses_api(options: dict[str, Any]) -> None:
     assert after.text
     streamed = "".join(chunk.text for chunk in chat.stream(QUESTION))
     assert streamed == first.text
-    called = chat.bind_tools([get_weather], tool_choice="any").invoke("Weather in Paris?")
+    called = chat.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False).invoke(
+        "Weather in Paris?"
+    )
     assert [call["name"] for call in called.tool_calls] == ["get_weather"], called
     following = ChatOpenAI(
         **options, max_tokens=16, use_responses_api=True, use_previous_response_id=True

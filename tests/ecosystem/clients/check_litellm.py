@@ -56,6 +56,7 @@ def test_completion(options: dict[str, Any]) -> None:
 def test_tools_and_what_follows(options: dict[str, Any]) -> None:
     messages: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
     ask = {**options, "tools": [WEATHER], "temperature": 0, "max_tokens": 96}
+    ask |= {"parallel_tool_calls": False}
     answer = litellm.completion(**ask, messages=messages, tool_choice="required")
     message = answer.choices[0].message
     (call,) = message.tool_calls

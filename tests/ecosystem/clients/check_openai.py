@@ -106,6 +106,7 @@ def test_tools(client: openai.OpenAI, model: str, choice: Any) -> None:
         "messages": [{"role": "user", "content": "Weather in Paris?"}],
         "tools": [WEATHER],
         "tool_choice": choice,
+        "parallel_tool_calls": False,  # how often a small model calls differs between machines
         "temperature": 0,
         "max_tokens": 96,
     }
@@ -141,6 +142,7 @@ def test_parse_tools(client: openai.OpenAI, model: str) -> None:
         messages=[{"role": "user", "content": "Weather in Paris?"}],
         tools=[openai.pydantic_function_tool(GetWeather)],
         tool_choice="required",
+        parallel_tool_calls=False,
         max_tokens=96,
         temperature=0,
     )
@@ -208,7 +210,13 @@ def test_responses_parse_and_tools(client: openai.OpenAI, model: str) -> None:
     tool: Any = {"type": "function", **WEATHER["function"]}
     turn: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
     called = client.responses.create(
-        model=model, input=turn, tools=[tool], tool_choice="required", max_output_tokens=96
+        model=model,
+        input=turn,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=96,
+        temperature=0,
     )
     (call,) = [item for item in called.output if item.type == "function_call"]
     assert set(json.loads(call.arguments)) == {"city"}
