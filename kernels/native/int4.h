@@ -98,13 +98,11 @@ struct Int4Heads {
 template <int kRows, int kOctets>
 __attribute__((always_inline)) inline void int4_group(const char* a, int64_t a_stride,
                                                       const char* words, int64_t num_octets,
-                                                      const Ahead& ahead, int64_t step,
                                                       IntVec (&sums)[kRows][kVecs]) {
 #pragma GCC unroll 8
   for (int64_t octet = 0; octet < (kOctets ? kOctets : num_octets); octet++) {
     const char* source = words + octet * 4 * kPanel;
     IntVec low[kVecs], high[kVecs];
-    ahead.fetch(step + octet);
     for (int v = 0; v < kVecs; v++) low[v] = load_int(source + v * sizeof(IntVec)) & 0x0f0f0f0f;
     add_quad<kRows>(a, a_stride, 2 * octet, low, sums);
     for (int v = 0; v < kVecs; v++) high[v] = (load_int(source + v * sizeof(IntVec)) >> 4) & 0x0f0f0f0f;
@@ -122,18 +120,18 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
   const char* states = a + a_stride - int4_tail_bytes(k, group);
   Int4Heads heads;
   Vec totals[kRows][kVecs] = {};
-  int64_t next_head = 0, g = 0;
+  int64_t next_head = 0, g = 0, step = 0;
   for (int64_t first = 0; first < k; first += width, states += sizeof(StateGroup)) {
     if (first == next_head) {
-      ahead.fetch(first / 8 + g);
       heads.read(panel, groups, g++, is_short);
       next_head += group;
     }
     IntVec sums[kRows][kVecs];
     begin_group<kRows>(states, a_stride, heads.zeros, sums);
     const char* source = words + first / 8 * 4 * kPanel;
-    const int64_t num_octets = (std::min(width, k - first) + 7) / 8, step = first / 8 + g;
-    int4_group<kRows, kOctets>(a + first, a_stride, source, num_octets, ahead, step, sums);
+    const int64_t num_octets = (std::min(width, k - first) + 7) / 8;
+    ahead.fetch_lines(step++);
+    int4_group<kRows, kOctets>(a + first, a_stride, source, num_octets, sums);
     end_group<kRows>(states, a_stride, heads.scales, sums, totals);
   }
 #pragma GCC unroll 12
@@ -190,7 +188,7 @@ __attribute__((noinline)) void unpacked_rows(const char* a, int64_t a_stride,
   const char* states = a + a_stride - int4_tail_bytes(k, group);
   const float(*scales)[kPanel] = panel.scales;
   Vec totals[kRows][kVecs] = {};
-  int64_t next_head = group;
+  int64_t next_head = group, step = 0;
   for (int64_t first = 0; first < k; first += width, states += sizeof(StateGroup)) {
     if (first == next_head) {
       scales++;
@@ -200,7 +198,8 @@ __attribute__((noinline)) void unpacked_rows(const char* a, int64_t a_stride,
     begin_group<kRows, 128>(states, a_stride, nullptr, sums);
     const char* source = panel.values + first * kPanel;
     const int64_t num_quads = (std::min(width, k - first) + 3) / 4;
-    int8_group<kRows, 2 * kOctets>(a + first, a_stride, source, num_quads, ahead, first / 4, sums);
+    ahead.fetch_lines(step++);
+    int8_group<kRows, 2 * kOctets>(a + first, a_stride, source, num_quads, sums);
     end_group<kRows>(states, a_stride, *scales, sums, totals);
   }
 #pragma GCC unroll 12

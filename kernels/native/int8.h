@@ -32,7 +32,6 @@ void prepare_int8(const T* in, int64_t k, char* out) {
 template <int kRows, int kQuads>
 __attribute__((always_inline)) inline void int8_group(const char* a, int64_t a_stride,
                                                       const char* panel, int64_t num_quads,
-                                                      const Ahead& ahead, int64_t step,
                                                       IntVec (&sums)[kRows][kVecs]) {
   // Written out whole, so that the states lie at fixed distances from their row's pointer.
 #pragma GCC unroll 16
@@ -40,7 +39,6 @@ __attribute__((always_inline)) inline void int8_group(const char* a, int64_t a_s
     const char* source = panel + quad * 4 * kPanel;
     IntVec weights[kVecs];
     for (int v = 0; v < kVecs; v++) weights[v] = load_int(source + v * sizeof(IntVec));
-    ahead.fetch(step + quad);
     add_quad<kRows>(a, a_stride, quad, weights, sums);
   }
 }
@@ -56,18 +54,18 @@ __attribute__((noinline)) void int8_rows(const char* a, int64_t a_stride, const 
   for (; first + kQuads <= num_quads; first += kQuads, group += sizeof(StateGroup)) {
     IntVec sums[kRows][kVecs];
     begin_group<kRows>(group, a_stride, nullptr, sums);
-    int8_group<kRows, kQuads>(a + 4 * first, a_stride, panel + first * 4 * kPanel, 0, ahead, first,
-                              sums);
+    ahead.fetch_lines(first / kQuads);
+    int8_group<kRows, kQuads>(a + 4 * first, a_stride, panel + first * 4 * kPanel, 0, sums);
     end_group<kRows>(group, a_stride, nullptr, sums, totals);
   }
   if (first < num_quads) {
     IntVec sums[kRows][kVecs];
     begin_group<kRows>(group, a_stride, nullptr, sums);
+    ahead.fetch_lines(first / kQuads);
     int8_group<kRows, 0>(a + 4 * first, a_stride, panel + first * 4 * kPanel, num_quads - first,
-                         ahead, first, sums);
+                         sums);
     end_group<kRows>(group, a_stride, nullptr, sums, totals);
   }
-  ahead.fetch(num_quads);
   const float* scales = reinterpret_cast<const float*>(panel + num_quads * 4 * kPanel);
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)

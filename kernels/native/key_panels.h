@@ -57,7 +57,7 @@ struct SpanAhead {
 
   void fetch_rows(int count) {
     for (const int end = std::min(num_rows, row + count); row < end; row++)
-      for (int i = 0; i < row_bytes; i += 64) __builtin_prefetch(rows[row] + i, 0, 2);
+      for (int i = 0; i < row_bytes; i += 64) fetch_line(rows[row] + i);
   }
 
  private:

@@ -25,17 +25,25 @@ struct Linear {
 };
 
 // Pieces of two large buffers, in order, that a thread reads after the products at hand: each tile
-// fetches one piece of both.
+// fetches one piece of both, or of one of them where it asks by lines.
 struct Pieces {
   const char* buffers[2] = {nullptr, nullptr};
   int64_t num_bytes = 0;  // of a piece
   const int64_t* next = nullptr;  // offsets in both
   const int64_t* end = nullptr;
+  int turn = 0;  // whose piece is given next, where one at a time is
 
   void give(Ahead& ahead, int64_t num_steps) {
     if (next == end || !ahead.begin || num_steps < 2) return;
     ahead.add(buffers[0] + *next, buffers[1] + *next, num_bytes, num_steps);
     next++;
+  }
+
+  void give_lines(Ahead& ahead, int64_t num_steps) {
+    if (next == end || !ahead.begin) return;
+    ahead.add_lines(buffers[turn] + *next, num_bytes, num_steps);
+    next += turn;
+    turn = 1 - turn;
   }
 };
 
@@ -148,18 +156,26 @@ inline void claim_tile(Epilogue epilogue, int64_t panel, int64_t begin, int rows
 // multiply(rows, a, sums, ahead) computes one.
 template <class T, class Multiply>
 void linear_tiles(const Linear& op, Epilogue epilogue, int64_t panel, const char* a, int64_t first,
-                  int64_t count, void* out, int64_t out_width, const Soon& soon, int64_t num_steps,
+                  int64_t count, void* out, int64_t out_width, const Soon& soon,
                   Multiply multiply) {
   const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
   const float* bias = op.bias ? op.bias + panel * kPanel : nullptr;
   alignas(64) float sums[kTileRows * kPanel];
   const int most = tile_rows(op.format);
   const int64_t num_tiles = tiles_of(count, most);
+  const int64_t weight_stride = panel_bytes<T>(op.format, op.k, op.group);
+  const int64_t num_steps = fetch_steps(op.format, op.k, op.group, weight_stride / 128);
   int64_t tile = 0;
   for_tiles(count, [&](int64_t begin, int rows) {
     begin += first;
-    Ahead ahead = Ahead::share(soon.begin, soon.num_bytes, tile++, num_tiles, num_steps);
-    if (soon.pieces) soon.pieces->give(ahead, num_steps);
+    Ahead ahead = ahead_of_tile(op.format, op.k, op.group, weight_stride, soon.begin,
+                                soon.num_bytes, tile++, num_tiles);
+    if (soon.pieces) {
+      if (has_prepared_rows(op.format))
+        soon.pieces->give_lines(ahead, num_steps);
+      else
+        soon.pieces->give(ahead, num_steps);
+    }
     claim_tile<T>(epilogue, panel, begin, rows, static_cast<char*>(out), out_width);
     multiply(rows, a + begin * a_stride, sums, ahead);
     store_tile<T>(epilogue, panel, sums, bias, begin, rows, out, out_width);
@@ -175,7 +191,7 @@ __attribute__((noinline)) bool unpacked_panel(const Linear& op, Epilogue epilogu
   Int4Unpacked unpacked;
   if (!unpacked.read(weight, op.k, op.group, op.format == Format::kInt4Short)) return false;
   const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
-  linear_tiles<T>(op, epilogue, panel, a, first, count, out, out_width, soon, (op.k + 3) / 4,
+  linear_tiles<T>(op, epilogue, panel, a, first, count, out, out_width, soon,
                   [&](int rows, const char* states, float* sums, const Ahead& ahead) {
                     unpacked_tile(rows, states, a_stride, unpacked, op.k, op.group, sums, ahead);
                   });
@@ -195,9 +211,7 @@ void linear_panel(const Linear& op, Epilogue epilogue, int64_t panel, const char
       Int4Unpacked::suits(tiles_of(count, tile_rows(op.format)), op.k, op.group) &&
       unpacked_panel<T>(op, epilogue, panel, weight, a, first, count, out, out_width, soon))
     return;
-  const int64_t num_steps =
-      std::max<int64_t>(1, fetch_steps(op.format, op.k, op.group, weight_stride / 128));
-  linear_tiles<T>(op, epilogue, panel, a, first, count, out, out_width, soon, num_steps,
+  linear_tiles<T>(op, epilogue, panel, a, first, count, out, out_width, soon,
                   [&](int rows, const char* states, float* sums, const Ahead& ahead) {
                     format_tile<T>(op.format, rows, states, a_stride, weight, op.k, op.group, sums,
                                    ahead);

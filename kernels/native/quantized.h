@@ -35,16 +35,27 @@ int64_t row_bytes(Format format, int64_t k, int64_t group) {
   }
 }
 
-// How often a tile fetches ahead: once for each 128 bytes of a panel or less, as no line may be
-// left out.
+inline bool has_prepared_rows(Format format) { return format == Format::kInt8 || is_int4(format); }
+
+// How often a tile fetches ahead: with each group of states, or once for each 128 bytes of a panel
+// or less, as no line may be left out.
 inline int64_t fetch_steps(Format format, int64_t k, int64_t group, int64_t dense_steps) {
   switch (format) {
-    case Format::kInt8: return (k + 3) / 4 + 1;
+    case Format::kInt8: return state_groups(k);
     case Format::kInt4:
-    case Format::kInt4Short: return (k + 7) / 8 + num_groups(k, group);
+    case Format::kInt4Short: return num_groups(k, int4_state_group(k, group));
     case Format::kFp8: return (k + 3) / 4;
-    default: return dense_steps;
+    default: return std::max<int64_t>(1, dense_steps);
   }
+}
+
+// The share of tile `tile` of `num_tiles` in what is read after a panel of such weights.
+inline Ahead ahead_of_tile(Format format, int64_t k, int64_t group, int64_t panel_bytes,
+                           const char* soon, int64_t num_bytes, int64_t tile, int64_t num_tiles) {
+  const int64_t num_steps = fetch_steps(format, k, group, panel_bytes / 128);
+  return has_prepared_rows(format)
+             ? Ahead::share_lines(soon, num_bytes, tile, num_tiles, num_steps)
+             : Ahead::share(soon, num_bytes, tile, num_tiles, num_steps);
 }
 
 template <class T>
@@ -58,7 +69,7 @@ void prepare_row(Format format, const T* in, const int64_t* columns, int64_t k, 
 
 // Rows of a tile at most.
 inline int tile_rows(Format format) {
-  return format == Format::kInt8 || is_int4(format) ? kStateRows : kTileRows;
+  return has_prepared_rows(format) ? kStateRows : kTileRows;
 }
 
 // Up to tile_rows() rows times one panel: out [rows][32].

@@ -73,8 +73,6 @@ void screen(Team& team, int64_t operation, const Linear& op, const float* bounds
             const RowBound* rows, int64_t num_rows, float* out) {
   const int64_t panels = num_panels<T>(op), bytes = panel_bytes<T>(op.format, op.k, op.group);
   const int64_t a_stride = row_bytes<T>(op.format, op.k, op.group);
-  const int64_t num_steps =
-      std::max<int64_t>(1, fetch_steps(op.format, op.k, op.group, bytes / 128));
   const int most_rows = tile_rows(op.format);
   const int64_t num_tiles = tiles_of(num_rows, most_rows);
   const int64_t columns = panels * kPanel, stride = bounds_stride(panels);
@@ -85,7 +83,8 @@ void screen(Team& team, int64_t operation, const Linear& op, const float* bounds
     alignas(64) float sums[kTileRows * kPanel];
     int64_t tile = 0;
     for_tiles(num_rows, [&](int64_t begin, int count) {
-      const Ahead ahead = Ahead::share(soon.begin, soon.num_bytes, tile++, num_tiles, num_steps);
+      const Ahead ahead = ahead_of_tile(op.format, op.k, op.group, bytes, soon.begin,
+                                        soon.num_bytes, tile++, num_tiles);
       format_tile<T>(op.format, count, a + begin * a_stride, a_stride, weight + panel * bytes, op.k,
                      op.group, sums, ahead);
       for (int i = 0; i < count; i++) {
@@ -118,8 +117,6 @@ int64_t greedy_token(const Linear& op, const char* states, const float* bounds) 
   constexpr float kTiny = 1e-30f;  // what products of numbers next to 0 may lose
   const int64_t panels = num_panels<T>(op), bytes = panel_bytes<T>(op.format, op.k, op.group);
   const int64_t stride = row_bytes<T>(op.format, op.k, op.group);
-  const int64_t num_steps =
-      std::max<int64_t>(1, fetch_steps(op.format, op.k, op.group, bytes / 128));
   const char* weight = static_cast<const char*>(op.weight);
   float best = -std::numeric_limits<float>::infinity();
   int64_t token = -1;
@@ -128,7 +125,7 @@ int64_t greedy_token(const Linear& op, const char* states, const float* bounds) 
     alignas(64) float logits[kPanel];
     const char* soon = next < 0 ? nullptr : weight + next * bytes;
     format_tile<T>(op.format, 1, states, stride, weight + panel * bytes, op.k, op.group, logits,
-                   Ahead::share(soon, bytes, 0, 1, num_steps));
+                   ahead_of_tile(op.format, op.k, op.group, bytes, soon, bytes, 0, 1));
     for (int64_t i = 0; i < std::min<int64_t>(kPanel, op.n - panel * kPanel); i++) {
       const int64_t column = panel * kPanel + i;
       has_nan |= logits[i] != logits[i];

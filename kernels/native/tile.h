@@ -28,10 +28,18 @@ constexpr int kPrefetchBytes = 2048;
 // What a tile fetches into the second-level cache while it computes, in two streams: its share of
 // what is read next, so that memory is read all the time and not by a panel's first tile alone.
 struct Ahead {
+  static constexpr int64_t kMostLines = 16;
+
+  // Of 64 bytes, in each of `num_steps`.
+  static int64_t lines_in(int64_t num_bytes, int64_t num_steps) {
+    return (num_bytes + 64 * num_steps - 1) / (64 * num_steps);
+  }
+
   const char* begin = nullptr;
   int64_t step = 0;            // bytes
   int64_t second = 0, third = 0;  // of the other stream, after `begin`: before step `turn`, and
   int64_t turn = 0;               // from then on
+  int64_t lines = 0, second_lines = 0;  // of each stream in a step, for fetch_lines
 
   // The share of tile `tile` of `num_tiles`, each of `num_steps`, in `num_bytes` from `source` on.
   static Ahead share(const char* source, int64_t num_bytes, int64_t tile, int64_t num_tiles,
@@ -40,6 +48,16 @@ struct Ahead {
     const int64_t half = (num_bytes / num_tiles + 1) / 2;
     return {source + num_bytes * tile / num_tiles, (half + num_steps - 1) / num_steps, half, half,
             0};
+  }
+
+  // The same for tiles that ask by fetch_lines, `num_steps` times.
+  static Ahead share_lines(const char* source, int64_t num_bytes, int64_t tile, int64_t num_tiles,
+                           int64_t num_steps) {
+    Ahead ahead;
+    if (!source) return ahead;
+    ahead.begin = source + num_bytes * tile / num_tiles;
+    ahead.lines = lines_in(num_bytes / num_tiles, num_steps);
+    return ahead;
   }
 
   // Nothing: `here` is at hand anyway. A branch in every step would cost more.
@@ -53,10 +71,24 @@ struct Ahead {
     third = other - begin - turn * step;
   }
 
+  // What fetch_lines also asks for: at most as much as a step can without delay.
+  void add_lines(const char* other, int64_t num_bytes, int64_t num_steps) {
+    second = other - begin;
+    second_lines = std::min<int64_t>(kMostLines, lines_in(num_bytes, num_steps));
+  }
+
+  // The lines of one step, which is as long as a group's sums.
+  void fetch_lines(int64_t i) const {
+    for (int64_t line = i * lines; line < (i + 1) * lines; line++)
+      fetch_line(begin + line * 64);
+    for (int64_t line = i * second_lines; line < (i + 1) * second_lines; line++)
+      fetch_line(begin + second + line * 64);
+  }
+
   void fetch(int64_t i) const {
     const char* at = begin + i * step;
-    __builtin_prefetch(at, 0, 2);
-    __builtin_prefetch(at + (i < turn ? second : third), 0, 2);
+    fetch_line(at);
+    fetch_line(at + (i < turn ? second : third));
   }
 };
 
