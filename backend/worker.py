@@ -35,6 +35,7 @@ from shoal.scheduler.outputs import StepOutput
 
 IDLE_MS = 50  # the longest silence of an idle worker
 MAX_LOAD_MESSAGES = 200  # of one phase of loading
+FIRST_TOKENS_MS = 2  # about what the server's other processes take to pass a token on
 PR_SET_PDEATHSIG = 1
 
 ProgressSink = Callable[[str, int, int], None]
@@ -88,9 +89,11 @@ class ParentLink:
 class Worker:
     """The loop around ``Engine.step``. It owns the engine."""
 
-    def __init__(self, engine: EngineLike, link: ParentLink) -> None:
+    def __init__(self, engine: EngineLike, link: ParentLink, leaves_no_core: bool = False) -> None:
+        """``leaves_no_core``: during a step all cores are busy with it."""
         self._engine = engine
         self._link = link
+        self._leaves_no_core = leaves_no_core
         self._leaving = False
 
     def run(self) -> None:
@@ -109,9 +112,14 @@ class Worker:
             self._link.send(self._engine.status)
             return IDLE_MS
         outputs = self._engine.step()
-        self._link.send(StepResults(outputs, self._engine.status))
-        # A step that could schedule nothing changes nothing until a message comes: do not spin.
-        return 0 if self._engine.made_progress else IDLE_MS
+        status = self._engine.status
+        self._link.send(StepResults(outputs, status))
+        if not self._engine.made_progress:
+            # Nothing changes until a message comes: do not spin.
+            return IDLE_MS
+        if self._leaves_no_core and _all_have_just_begun(outputs, status):
+            return FIRST_TOKENS_MS
+        return 0
 
     def _apply(self, message: ToWorker) -> None:
         match message:
@@ -121,6 +129,14 @@ class Worker:
                 self._engine.abort(message.seq_id)
             case Shutdown():
                 self._leaving = True
+
+
+def _all_have_just_begun(outputs: list[StepOutput], status: WorkerStatus) -> bool:
+    """Whether all that runs got its first token from this step, so that somebody waits for that
+    and nobody for the next."""
+    if not outputs or status.num_waiting or status.num_running > len(outputs):
+        return False
+    return all(output.output_index == 0 and output.token is not None for output in outputs)
 
 
 class LoadReporter:
@@ -190,6 +206,11 @@ def _load(link: ParentLink, config: EngineConfig) -> tuple[EngineLike, WorkerRea
     return None
 
 
+def _leaves_no_core(config: EngineConfig, ready: WorkerReady) -> bool:
+    num_threads = config.num_threads or sys.maxsize  # without a number it is all there are
+    return ready.device == "cpu" and num_threads >= (os.cpu_count() or 1)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Load, say so, serve. Exit code 1: loading failed, and the parent was told why."""
     args = _parse_args(argv)
@@ -200,12 +221,13 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent(args.parent_pid)
     link = ParentLink(args.socket)
     try:
-        loaded = _load(link, msgspec.json.decode(args.config, type=EngineConfig))
+        config = msgspec.json.decode(args.config, type=EngineConfig)
+        loaded = _load(link, config)
         if loaded is None:
             return 1
         engine, ready = loaded
         link.send(ready)
-        Worker(engine, link).run()
+        Worker(engine, link, _leaves_no_core(config, ready)).run()
     finally:
         link.close()
     return 0

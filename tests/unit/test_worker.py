@@ -22,8 +22,9 @@ from shoal.backend.messages import (
     WorkerReady,
     WorkerStatus,
 )
-from shoal.backend.worker import IDLE_MS, LoadReporter, Worker
+from shoal.backend.worker import FIRST_TOKENS_MS, IDLE_MS, LoadReporter, Worker
 from shoal.backend.worker_process import WorkerProcess
+from shoal.scheduler.outputs import SampledToken, StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import FinishReason
 
@@ -308,6 +309,48 @@ def test_a_worker_that_can_do_nothing_does_not_spin():
     Worker(StalledEngine(), link).run()
     assert link.waits == [IDLE_MS] * 4
     assert len(link.sent) == 3
+
+
+class ScriptedEngine:
+    """Has work as long as there are steps left; each gives its outputs."""
+
+    made_progress = True
+
+    def __init__(self, *steps, num_running=1, num_waiting=0):
+        self.steps = list(steps)
+        self.status = WorkerStatus(0, 0, num_running, num_waiting, 0)
+
+    @property
+    def has_unfinished(self):
+        return bool(self.steps)
+
+    def step(self):
+        return self.steps.pop(0)
+
+
+def token(seq_id, index):
+    return StepOutput(seq_id, index, SampledToken(7))
+
+
+def waits_after(*steps, leaves_no_core=True, **status):
+    """How long the worker waited for messages after each step."""
+    link = FakeLink([[] for _ in range(len(steps))])
+    Worker(ScriptedEngine(*steps, **status), link, leaves_no_core).run()
+    assert link.waits[0] == IDLE_MS
+    return link.waits[1:]
+
+
+def test_first_tokens_get_the_cores_to_themselves_where_nobody_waits_for_the_next_step():
+    first, second = [token(1, 0)], [token(1, 1)]
+    assert waits_after(first, second, second) == [FIRST_TOKENS_MS, 0, 0]
+    assert waits_after(first, second, leaves_no_core=False) == [0, 0]
+
+
+def test_no_step_is_held_up_for_first_tokens_beside_others():
+    assert waits_after([token(1, 0), token(2, 5)], num_running=2) == [0]
+    assert waits_after([token(1, 0)], num_running=2) == [0]  # a prompt that is half computed
+    assert waits_after([token(1, 0)], num_waiting=1) == [0]
+    assert waits_after([], num_running=0) == [0]
 
 
 def test_loading_progress_is_thinned_out_but_keeps_its_ends():
