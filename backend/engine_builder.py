@@ -18,7 +18,7 @@ from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_layout import KVLayout
 from shoal.backend.kv_sizing import KVSize, size_kv_cache
 from shoal.backend.kv_tiers import build_kv_tiers
-from shoal.backend.machine import available_memory, num_usable_cpus, return_freed_memory
+from shoal.backend.machine import available_memory, freeing_at_once, num_usable_cpus
 from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
 from shoal.backend.model_runner import Model, ModelRunner
@@ -69,9 +69,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
     found = find_weights(config)
     native = _able(native, found, config)
     dtype = choose_dtype(config.dtype, native)
-    loaded = load_with_runner(config, found, dtype, device, progress)
-    model = _on_kernels(loaded.model, native, progress)
-    vision = _load_vision(config, loaded, native, dtype, device)
+    with freeing_at_once():
+        loaded = load_with_runner(config, found, dtype, device, progress)
+        del found  # with it goes a mapped file
+        model = _on_kernels(loaded.model, native, progress)
+        vision = _load_vision(config, loaded, native, dtype, device)
     images = ImageStore(vision) if vision is not None else None
     progress("kv cache", 0, 0)
     size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
@@ -210,9 +212,7 @@ def _on_kernels(model: ServedModel, native: NativeLibrary | None, progress: Prog
     if native is None or isinstance(model, TransformersModel):
         return model
     progress("packing weights", 0, 0)
-    packed = make_native(model, native)
-    return_freed_memory()
-    return packed
+    return make_native(model, native)
 
 
 def _load_vision(

@@ -4,12 +4,18 @@ import contextlib
 import ctypes
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
+# glibc's malloc.h, and the values that its thresholds reach by themselves as memory comes and goes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_TRIM_BYTES, _MMAP_BYTES = 64 * 2**20, 32 * 2**20
+# While loading: above the temporaries of quantising (1 MiB), so that their memory is used again.
+_LOADING_MMAP_BYTES, _LOADING_TRIM_BYTES = 5 * 2**18, 16 * 2**20
 
 
 def num_usable_cpus() -> int:
@@ -41,6 +47,30 @@ def available_memory(device: torch.device) -> int:
         return available
     # The page cache counts as used there, yet gives way.
     return min(available, limit - used + _inactive_file_bytes())
+
+
+@contextlib.contextmanager
+def freeing_at_once() -> Iterator[None]:
+    """While a model is loaded, what is large goes back to the system as soon as it is freed.
+
+    By itself the allocator comes to keep pieces of up to 32 MiB for later, and what stays lies
+    between them. It does so again afterwards, when steps ask for the same sizes again and again.
+    """
+    _set_thresholds(_LOADING_MMAP_BYTES, _LOADING_TRIM_BYTES)
+    try:
+        yield
+    finally:
+        _set_thresholds(_MMAP_BYTES, _TRIM_BYTES)
+        return_freed_memory()
+
+
+def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> None:
+    """From which size on memory is asked of the system for itself, and how much free memory at the
+    heap's end goes back to it. Without an allocator that can do this nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
+        library.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
 
 
 def return_freed_memory() -> None:

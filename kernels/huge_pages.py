@@ -51,8 +51,3 @@ class Arena:
         part = self._chunk[self._used : self._used + num_bytes].view(dtype)
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return part
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a contiguous tensor, flat."""
-        out = self.empty(tensor.numel(), tensor.dtype)
-        return out.copy_(tensor.flatten())

@@ -190,9 +190,13 @@ class NativeLibrary:
     ) -> PackedLinear:
         """Copy ``weight`` [out_features, in_features] into panels, packed as it is where the
         kernels know its format. Weights that ``stays`` lie side by side in the order of calls."""
-        if isinstance(weight, QuantizedWeight) and (panels := pack_panels(weight)) is not None:
+        empty = self._arena.empty if stays else _flat
+        panels = None
+        if isinstance(weight, QuantizedWeight):
+            panels = pack_panels(weight, lambda num_bytes: empty(num_bytes, torch.uint8))
+        if panels is not None:
             return PackedLinear(
-                self._arena.place(panels.values) if stays else panels.values,
+                panels.values,
                 _wide(bias),
                 *weight.shape,
                 weight.dtype,
@@ -204,10 +208,7 @@ class NativeLibrary:
         rows, columns = source.shape
         type_id = TYPE_IDS[source.dtype]
         num_elements = self.functions.shoal_packed_elements(type_id, rows, columns)
-        if stays:
-            packed = self._arena.empty(num_elements, source.dtype)
-        else:
-            packed = torch.empty(num_elements, dtype=source.dtype)
+        packed = empty(num_elements, source.dtype)
         self.functions.shoal_pack(type_id, pointer(source), pointer(packed), rows, columns)
         return PackedLinear(packed, _wide(bias), rows, columns, source.dtype)
 
@@ -455,6 +456,10 @@ def pointer(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> in
 def _check_code(code: int) -> None:
     if code:
         raise MemoryError("the native kernels ran out of memory")
+
+
+def _flat(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(num_elements, dtype=dtype)
 
 
 def _wide(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -58,6 +58,12 @@ class QuantizedWeight(ABC):
         moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)  # type: ignore[type-var]
 
+    def cut(self, first: int, last: int) -> Self:
+        """The output features from ``first`` up to ``last``, without a copy."""
+        shared = self.shared_fields()
+        parts = {n: t[first:last] for n, t in self.tensors().items() if n not in shared}
+        return replace(self, **parts)  # type: ignore[type-var]
+
     def take(self, index: torch.Tensor) -> Self:
         """The output features ``index`` int64 [n], in that order, still packed."""
         by_row = {

@@ -18,7 +18,7 @@ from shoal.kernels.quantized_weights import (
 INT4_GROUP = 128
 INT4_FINE_GROUP = 64  # where the plan finds room for it
 FP8_MAX = 448.0  # the largest float8_e4m3fn
-_CHUNK_ELEMENTS = 2**24  # worked on at a time, in float32
+_CHUNK_ELEMENTS = 2**18  # worked on at a time, in float32: 1 MiB, which caches hold
 # What is tried for int4, of a group's range and of its zero point. A narrower range leaves less
 # squared error but costs more perplexity: the largest weights matter most.
 _STRETCHES = (1.0, 1.025, 1.05, 1.075)
@@ -88,12 +88,16 @@ SCHEMES: dict[str, Callable[[torch.Tensor, torch.dtype], QuantizedWeight]] = {
 def _by_chunks(
     weight: torch.Tensor, quantize: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 ) -> tuple[torch.Tensor, ...]:
-    """Some rows at a time, so that little is held in float32."""
+    """Some rows at a time, so that little is held beside the weight and what becomes of it."""
     num_rows = max(1, _CHUNK_ELEMENTS // weight.shape[1])
-    parts = [quantize(rows.float()) for rows in weight.split(num_rows)]
-    if len(parts) == 1:
-        return parts[0]
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    whole: list[torch.Tensor] = []
+    for first in range(0, len(weight), num_rows):
+        parts = quantize(weight[first : first + num_rows].float())
+        if not whole:
+            whole = [part.new_empty((len(weight), *part.shape[1:])) for part in parts]
+        for tensor, part in zip(whole, parts, strict=True):
+            tensor[first : first + num_rows] = part
+    return tuple(whole)
 
 
 def _to_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Checkpoints in GGUF: metadata, and tensors dequantised from the mapped file."""
 
+import mmap
 import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ _EXPERT_NAMES = {
     "ffn_down_exps": "down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_SLICE_BYTES = 2**19  # of the file, dequantised at a time
 
 
 class GgufMetadata(Mapping[str, Any]):
@@ -69,7 +71,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._file_name = path.name
-        reader = _open(path)
+        self._reader = reader = _open(path)
         self.metadata = GgufMetadata(reader)
         self._raw = {tensor.name: tensor for tensor in reader.tensors}
         try:
@@ -100,13 +102,15 @@ class GgufCheckpoint:
         return f"{self._file_name}: tensor {self._raw_names.get(name) or self._gguf_name(name)}"
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        values = self._dequantize(self._raw_names[name], self._expert_of.get(name))
+        adds_one = self._form.norms_add_one and name.endswith("norm.weight")
+        kept = torch.float32 if adds_one else dtype  # one is taken away before rounding
+        values = self._dequantize(self._raw_names[name], kept, self._expert_of.get(name))
         tensor = values.reshape(self.shape(name))
         if self._form.pairs_are_neighbours and ".q_proj." in name:
             tensor = _unpermute(tensor, self.config.num_heads)
         elif self._form.pairs_are_neighbours and ".k_proj." in name:
             tensor = _unpermute(tensor, self.config.num_kv_heads)
-        elif self._form.norms_add_one and name.endswith("norm.weight"):
+        elif adds_one:
             tensor = tensor - 1
         return tensor.to(dtype).contiguous()
 
@@ -139,14 +143,29 @@ class GgufCheckpoint:
     def _tensor(self, name: str) -> gguf.ReaderTensor:
         return self._raw[self._raw_names[name]]
 
-    def _dequantize(self, raw_name: str, expert: int | None = None) -> torch.Tensor:
+    def _dequantize(
+        self, raw_name: str, dtype: torch.dtype, expert: int | None = None
+    ) -> torch.Tensor:
+        """A slice of rows at a time, so that little is held beside the tensor in ``dtype``."""
         raw = self._raw[raw_name]
+        data = raw.data if expert is None else raw.data[expert]
+        step = max(1, _SLICE_BYTES * len(data) // max(1, data.nbytes))
+        whole = None
+        for first in range(0, max(1, len(data)), step):
+            part = self._dequantize_slice(raw, data[first : first + step])
+            if whole is None:
+                whole = torch.empty((len(data), *part.shape[1:]), dtype=dtype)
+            whole[first : first + step] = part
+        assert whole is not None
+        self._reader.let_go(raw)
+        return whole
+
+    def _dequantize_slice(self, raw: gguf.ReaderTensor, data: np.ndarray[Any, Any]) -> torch.Tensor:
         try:
-            data = raw.data if expert is None else raw.data[expert]
             values = gguf.dequantize(data, raw.tensor_type)
         except NotImplementedError as error:
             raise ConfigError(
-                f"{self._file_name}: tensor {raw_name} has type {raw.tensor_type.name}, "
+                f"{self._file_name}: tensor {raw.name} has type {raw.tensor_type.name}, "
                 f"which cannot be read. Use a file in {', '.join(_READABLE)}."
             ) from error
         # What is stored as float32 comes as a view of the mapped file.
@@ -155,7 +174,7 @@ class GgufCheckpoint:
     def _rope_factors(self) -> tuple[float, ...]:
         if _ROPE_FACTORS not in self._raw:
             return ()
-        return tuple(self._dequantize(_ROPE_FACTORS).tolist())
+        return tuple(self._dequantize(_ROPE_FACTORS, torch.float32).tolist())
 
 
 class _Reader(gguf.GGUFReader):
@@ -172,9 +191,19 @@ class _Reader(gguf.GGUFReader):
     @data.setter
     def data(self, mapped: np.memmap[Any, Any]) -> None:
         self._data = mapped.view(np.ndarray)
+        self._mapping = mapped.base
+
+    def let_go(self, tensor: gguf.ReaderTensor) -> None:
+        """Take a tensor's part of the file out of this process's memory, where the system can: it
+        is read again if it is asked for again."""
+        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            first = -(-tensor.data_offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = tensor.data_offset + tensor.n_bytes - first
+            if length > 0:
+                self._mapping.madvise(mmap.MADV_DONTNEED, first, length)
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def _open(path: Path) -> _Reader:
     try:
         with path.open("rb") as file:
             magic = file.read(len(GGUF_MAGIC))

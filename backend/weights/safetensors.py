@@ -67,7 +67,7 @@ class SafetensorsCheckpoint:
             raise ConfigError(
                 f"{self.where(name)} has type {kind}. Supported: {', '.join(_FLOATS)}."
             )
-        return self._files[name].read(name).to(dtype)
+        return self._files[name].read(name, dtype)
 
     def _load_packed(self, name: str, dtype: torch.dtype) -> Weight:
         assert self._packed is not None

@@ -10,6 +10,7 @@ import torch
 
 from shoal.backend.weights.safetensors_header import SafetensorsHeader
 
+_SLICE = 2**18  # elements that are converted at a time
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -34,22 +35,30 @@ class SafetensorsFile:
         self.name = path.name
         self.tensors = self._header.tensors
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor in the type in which it is stored."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor in ``dtype``, or in the type in which it is stored."""
         entry = self.tensors[name]
-        dtype = _DTYPES.get(entry.dtype_name)
-        if dtype is None:
+        stored = _DTYPES.get(entry.dtype_name)
+        if stored is None:
             raise self._header.fault(
                 f"tensor {name} has type {entry.dtype_name}, which is not read here"
             )
-        content = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        num_elements = entry.num_bytes // stored.itemsize
+        out = torch.empty(num_elements, dtype=dtype or stored)
+        converts = out.dtype != stored
+        step = _SLICE if converts else max(1, num_elements)
         try:
             with self._path.open("rb") as file:
                 file.seek(entry.begin)
-                # A number of tensors are empty, and their memory has no address.
-                count = file.readinto(content.numpy()) if entry.num_bytes else 0
+                for part in out.split(step) if num_elements else ():
+                    content = torch.empty(len(part), dtype=stored) if converts else part
+                    count = file.readinto(content.view(torch.uint8).numpy())
+                    if count != content.nbytes:
+                        raise self._header.fault(
+                            f"tensor {name} is cut short; fetch the file again"
+                        )
+                    if converts:
+                        part.copy_(content)
         except OSError as error:
             raise self._header.fault(f"tensor {name} cannot be read: {error.strerror}") from error
-        if count != entry.num_bytes:
-            raise self._header.fault(f"tensor {name} is cut short; fetch the file again")
-        return content.view(dtype).view(entry.shape)
+        return out.view(entry.shape)

@@ -153,6 +153,20 @@ def test_every_fp8_value_is_read_as_it_is(native: NativeLibrary, dtype: torch.dt
     assert torch.equal(out[0], codes.view(torch.float8_e4m3fn).float())
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_packing_in_slices_gives_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
+) -> None:
+    weight = SCHEMES[kind](normal(150, 70), dtype)
+    whole = pack_panels(weight)
+    monkeypatch.setattr("shoal.kernels.quantized_panels._SLICE_ELEMENTS", 70 * 64)
+    in_slices = pack_panels(weight)
+    assert whole is not None
+    assert in_slices is not None
+    assert (whole.format, whole.group_size) == (in_slices.format, in_slices.group_size)
+    assert torch.equal(whole.values, in_slices.values)
+
+
 def test_what_the_kernels_do_not_know_is_multiplied_dense(native: NativeLibrary) -> None:
     uneven = quantize_int4(normal(8, 30), torch.float32, group_size=10)
     fp8 = SCHEMES["fp8"](normal(3, 2), torch.float32)

@@ -45,6 +45,16 @@ def test_a_quantised_weight_is_close(kind: str, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+def test_slices_are_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    weight = normal(37, 130)
+    whole = SCHEMES[kind](weight, torch.float32)
+    monkeypatch.setattr("shoal.backend.quantization.schemes._CHUNK_ELEMENTS", 1000)
+    in_slices = SCHEMES[kind](weight, torch.float32)
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(tensor.view(torch.uint8), in_slices.tensors()[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_a_weight_of_zeros_stays_zero(kind: str) -> None:
     packed = SCHEMES[kind](torch.zeros(3, 200), torch.bfloat16)
     assert not bool(packed.dequantize().any())
