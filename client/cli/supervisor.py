@@ -284,15 +284,16 @@ class Supervisor:
             if now - last_poll > WATCH_POLL_S + 1.0 and monitor.model in self._loaded_at:
                 self._loaded_at[monitor.model] = now  # we stood still, not the model
             last_poll = now
-            loaded_at = self._loaded_at.get(monitor.model)
-            if loaded_at is None:  # its server is being started
+            if monitor.model not in self._loaded_at:  # its server is being started
                 continue
-            if monitor.age_s < self._revive_after_s:  # it beats: it is loaded
-                self._left_unloaded.discard(monitor.model)
+            # Asked while it still beats too: whatever dies next, an unloaded model is left so.
+            is_left = await self._is_left_unloaded(monitor.model)
+            last_poll = now = self._now()
+            loaded_at = self._loaded_at.get(monitor.model)
+            if loaded_at is None or is_left:
+                continue
             silent_s = min(monitor.age_s, now - loaded_at)
             if silent_s >= self._revive_after_s:
-                if await self._is_left_unloaded(monitor.model):
-                    continue
                 await self._revive(monitor.model, silent_s)
                 await asyncio.sleep(backoff.after_run_of(now - loaded_at))
                 last_poll = self._now()
@@ -307,7 +308,8 @@ class Supervisor:
             self._left_unloaded.add(name)
         elif not unloaded and name in self._left_unloaded:  # loaded again: it has yet to beat
             self._left_unloaded.discard(name)
-            self._loaded_at[name] = self._now()
+            if name in self._loaded_at:
+                self._loaded_at[name] = self._now()
             return True
         return unloaded
 

@@ -6,9 +6,10 @@ import io
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,9 @@ from shoal.client.cli.managed_process import Backoff, ManagedProcess, ProcessSpe
 from shoal.client.cli.supervisor import ServePlan, Supervisor, exit_text
 from shoal.client.cli.triton_control import ModelLoadError
 
-PATIENCE_S = 30.0
+POLL_S = 0.02
+# Polls, not seconds: on a machine that stands still for a while, the tests stand still with it.
+MOST_POLLS = 3000
 
 # Says its pid, then ends on SIGTERM, leaving its name in the order of ending.
 OBEDIENT = """
@@ -39,6 +42,31 @@ STUBBORN = OBEDIENT.replace(
 FAILING = "print('no such option: --frobnicate'); raise SystemExit(3)"
 
 
+@pytest.fixture(autouse=True)
+def patient_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for its children, however slow the machine is."""
+    for name in ("SHIM_READY_TIMEOUT_S", "IDLE_PATIENCE_S", "UNLOAD_TIMEOUT_S"):
+        monkeypatch.setattr(f"shoal.client.cli.supervisor.{name}", 3600.0)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(MOST_POLLS):
+        if holds():
+            return
+        await asyncio.sleep(POLL_S)
+    raise TimeoutError(f"it did not come to hold in {MOST_POLLS} polls")
+
+
+async def ended(work: "Coroutine[Any, Any, int] | asyncio.Task[int]") -> int:
+    """What it returns, however long the machine stands still meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await until(task.done)
+    finally:
+        task.cancel()
+    return await task
+
+
 @dataclass
 class FakeControl:
     """A tritonserver's control side; ``broken`` maps a model to why it cannot load."""
@@ -48,6 +76,11 @@ class FakeControl:
     unload_hangs: bool = False
     unloaded: set[str] = field(default_factory=set)
     is_silent: bool = False  # as one that is dying
+
+    @property
+    def changes(self) -> list[str]:
+        """The calls that are no questions."""
+        return [call for call in self.calls if "?" not in call]
 
     async def wait_live(self) -> None:
         self.calls.append("live")
@@ -109,7 +142,7 @@ class Stage:
                     *(self.spec(f"shim-{i}", shim) for i in range(num_more_shims)),
                 ],
                 models=["m"],
-                drain_timeout_s=PATIENCE_S,
+                drain_timeout_s=3600.0,
                 control=lambda: self.control,
                 monitor=lambda _: self.monitor,
                 shim_is_ready=self.shim_is_ready,
@@ -136,23 +169,18 @@ class Stage:
         file = self.folder / f"{name}.pids"
         return [int(line) for line in file.read_text().split()] if file.exists() else []
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not holds():
-                await asyncio.sleep(0.02)
-
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["asyncio.Task[int]"]:
         """A supervisor that is ready and has both children."""
         task = asyncio.create_task(self.supervisor.run())
         try:
-            await asyncio.wait_for(self.ready.wait(), PATIENCE_S)
-            await self.until(lambda: bool(self.pids("server") and self.pids("shim")))
+            await until(self.ready.is_set)
+            await until(lambda: bool(self.pids("server") and self.pids("shim")))
             yield task
         finally:
             self.supervisor.request_stop()
             self.supervisor.request_stop()
-            await asyncio.wait_for(task, PATIENCE_S)
+            await ended(task)
 
 
 def is_alive(pid: int) -> bool:
@@ -164,18 +192,16 @@ def is_alive(pid: int) -> bool:
 
 
 async def gone(*pids: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while any(is_alive(pid) for pid in pids):
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 async def test_drains_the_shim_first_and_ends_with_success(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     async with stage.running() as task:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(task, PATIENCE_S) == 0
+        assert await ended(task) == 0
     assert (tmp_path / "ended").read_text().split() == ["shim", "server"]
-    assert stage.control.calls == ["live", "load m", "close"]
+    assert stage.control.changes == ["live", "load m", "close"]
     assert stage.servers_tidied == 1
 
 
@@ -184,14 +210,14 @@ async def test_second_signal_kills_what_does_not_obey(tmp_path: Path) -> None:
     async with stage.running() as task:
         stage.supervisor.request_stop()
         stage.supervisor.request_stop()
-        assert await asyncio.wait_for(task, PATIENCE_S) == 1
+        assert await ended(task) == 1
     await gone(*stage.pids("server"), *stage.pids("shim"))
 
 
 async def test_model_that_cannot_load_ends_the_start_with_its_reason(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     stage.control.broken["m"] = "weights: there is no file /x.gguf."
-    assert await asyncio.wait_for(stage.supervisor.run(), PATIENCE_S) == 1
+    assert await ended(stage.supervisor.run()) == 1
     assert "Model m cannot be loaded: weights: there is no file /x.gguf." in stage.output.getvalue()
     await gone(*stage.pids("server"), *stage.pids("shim"))
 
@@ -204,7 +230,7 @@ async def test_process_that_ends_while_starting_shows_its_last_lines(
     stage.monitor.is_ready = False
     if name == "server":
         stage.control.wait_live = asyncio.Event().wait  # type: ignore[assignment]
-    assert await asyncio.wait_for(stage.supervisor.run(), PATIENCE_S) == 1
+    assert await ended(stage.supervisor.run()) == 1
     output = stage.output.getvalue()
     assert f"{name} ended while starting (exit status 3)" in output
     assert "no such option: --frobnicate" in output
@@ -214,8 +240,8 @@ async def test_dead_server_is_started_again_and_its_models_loaded(tmp_path: Path
     stage = Stage(tmp_path)
     async with stage.running():
         os.kill(stage.pids("server")[0], signal.SIGKILL)
-        await stage.until(lambda: stage.control.calls.count("load m") == 2)
-        await stage.until(lambda: len(stage.pids("server")) == 2)
+        await until(lambda: stage.control.calls.count("load m") == 2)
+        await until(lambda: len(stage.pids("server")) == 2)
         assert len(stage.pids("shim")) == 1
     assert "server ended (killed by SIGKILL)" in stage.output.getvalue()
 
@@ -224,7 +250,7 @@ async def test_dead_shim_is_started_again_alone(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     async with stage.running():
         os.kill(stage.pids("shim")[0], signal.SIGKILL)
-        await stage.until(lambda: len(stage.pids("shim")) == 2)
+        await until(lambda: len(stage.pids("shim")) == 2)
         assert len(stage.pids("server")) == 1
         assert stage.control.calls.count("load m") == 1
 
@@ -233,9 +259,9 @@ async def test_one_dead_shim_of_several_is_started_again_alone(tmp_path: Path) -
     stage = Stage(tmp_path, num_more_shims=2)
     async with stage.running():
         names = ["shim", "shim-0", "shim-1"]
-        await stage.until(lambda: all(stage.pids(name) for name in names))
+        await until(lambda: all(stage.pids(name) for name in names))
         os.kill(stage.pids("shim-0")[0], signal.SIGKILL)
-        await stage.until(lambda: len(stage.pids("shim-0")) == 2)
+        await until(lambda: len(stage.pids("shim-0")) == 2)
         assert [len(stage.pids(name)) for name in names] == [1, 2, 1]
         assert len(stage.pids("server")) == 1
     await gone(*(pid for name in names for pid in stage.pids(name)))
@@ -245,10 +271,9 @@ async def test_lost_heartbeat_kills_the_stub_and_loads_the_model_again(tmp_path:
     stage = Stage(tmp_path)
     async with stage.running():
         stage.monitor.age_s = 1000.0
-        await stage.until(lambda: stage.control.calls.count("load m") >= 2)
+        await until(lambda: stage.control.calls.count("load m") >= 2)
         stage.monitor.age_s = 0.0
-        calls = [call for call in stage.control.calls if "?" not in call]
-        assert calls[:4] == ["live", "load m", "unload m", "load m"]
+        assert stage.control.changes[:4] == ["live", "load m", "unload m", "load m"]
         assert stage.killed_stubs[0] == "m"
         assert len(stage.pids("server")) == 1
 
@@ -258,12 +283,12 @@ async def test_a_model_that_somebody_unloads_is_left_so(tmp_path: Path) -> None:
     async with stage.running():
         stage.control.unloaded.add("m")
         stage.monitor.age_s = 1000.0
-        await stage.until(lambda: stage.control.calls.count("unloaded? m") >= 3)
+        await until(lambda: stage.control.calls.count("unloaded? m") >= 3)
         assert "unload m" not in stage.control.calls
         assert not stage.killed_stubs
         assert stage.output.getvalue().count("was unloaded") == 1
         stage.control.unloaded.clear()  # loaded again, and its process dies
-        await stage.until(lambda: stage.control.calls.count("load m") >= 2)
+        await until(lambda: stage.control.calls.count("load m") >= 2)
 
 
 async def test_a_model_that_somebody_unloaded_stays_so_when_its_server_dies(tmp_path: Path) -> None:
@@ -271,24 +296,39 @@ async def test_a_model_that_somebody_unloaded_stays_so_when_its_server_dies(tmp_
 
     async def asked_again() -> None:
         asked = stage.control.calls.count("unloaded? m")
-        await stage.until(lambda: stage.control.calls.count("unloaded? m") >= asked + 2)
+        await until(lambda: stage.control.calls.count("unloaded? m") >= asked + 2)
 
     async with stage.running():
         stage.control.unloaded.add("m")
         stage.monitor.age_s = 1000.0
-        await stage.until(lambda: "was unloaded" in stage.output.getvalue())
+        await until(lambda: "was unloaded" in stage.output.getvalue())
         stage.control.is_silent = True
         await asked_again()
         os.kill(stage.pids("server")[0], signal.SIGKILL)
-        await stage.until(lambda: len(stage.pids("server")) == 2)
+        await until(lambda: len(stage.pids("server")) == 2)
         stage.control.is_silent = False
         await asked_again()
         assert stage.control.calls.count("load m") == 1
         stage.control.unloaded.clear()  # somebody loads it
         stage.monitor.age_s = 0.0
-        await stage.until(lambda: not stage.supervisor._left_unloaded)
+        await until(lambda: not stage.supervisor._left_unloaded)
         os.kill(stage.pids("server")[1], signal.SIGKILL)
-        await stage.until(lambda: stage.control.calls.count("load m") == 2)
+        await until(lambda: stage.control.calls.count("load m") == 2)
+
+
+async def test_an_unload_is_noticed_while_the_model_still_beats(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.running():
+        stage.control.unloaded.add("m")
+        await until(lambda: "was unloaded" in stage.output.getvalue())
+        stage.control.is_silent = True
+        os.kill(stage.pids("server")[0], signal.SIGKILL)
+        await until(lambda: len(stage.pids("server")) == 2)
+        stage.control.is_silent = False
+        asked = stage.control.calls.count("unloaded? m")
+        await until(lambda: stage.control.calls.count("unloaded? m") >= asked + 2)
+        assert stage.control.calls.count("load m") == 1
+        assert not stage.killed_stubs
 
 
 async def test_idle_server_is_not_waited_for_in_vain(
@@ -298,7 +338,7 @@ async def test_idle_server_is_not_waited_for_in_vain(
     stage = Stage(tmp_path, server=STUBBORN)
     async with stage.running() as task:
         stage.supervisor.request_stop()
-        assert await asyncio.wait_for(task, PATIENCE_S) == 0
+        assert await ended(task) == 0
     await gone(*stage.pids("server"))
 
 
@@ -310,7 +350,7 @@ async def test_server_with_open_requests_has_the_whole_drain_time(
     async with stage.running() as task:
         stage.monitor.num_live = 1
         stage.supervisor.request_stop()
-        await stage.until(lambda: (tmp_path / "ended").exists())  # the shim's
+        await until(lambda: (tmp_path / "ended").exists())  # the shim's
         await asyncio.sleep(1.0)
         assert not task.done()
         assert is_alive(stage.pids("server")[0])
@@ -321,7 +361,7 @@ async def test_model_that_fails_to_come_back_is_tried_again(tmp_path: Path) -> N
     async with stage.running() as task:
         stage.control.broken["m"] = "out of memory"
         stage.monitor.age_s = 1000.0
-        await stage.until(lambda: stage.control.calls.count("load m") >= 3)
+        await until(lambda: stage.control.calls.count("load m") >= 3)
         assert not task.done()
         assert len(stage.pids("server")) == 1
 
@@ -334,7 +374,7 @@ async def test_server_that_hangs_while_unloading_is_started_again(
     async with stage.running():
         stage.control.unload_hangs = True
         stage.monitor.age_s = 1000.0
-        await stage.until(lambda: len(stage.pids("server")) == 2)
+        await until(lambda: len(stage.pids("server")) == 2)
         stage.control.unload_hangs = False
         stage.monitor.age_s = 0.0
 
@@ -358,16 +398,14 @@ def parent_spec(folder: Path, *arguments: str) -> ProcessSpec:
 
 
 async def read_pids(file: Path) -> list[int]:
-    async with asyncio.timeout(PATIENCE_S):
-        while not file.exists() or len(file.read_text().split()) < 2:
-            await asyncio.sleep(0.02)
+    await until(lambda: file.exists() and len(file.read_text().split()) == 2)
     return [int(word) for word in file.read_text().split()]
 
 
 async def test_orphans_of_a_process_that_ended_are_killed(tmp_path: Path) -> None:
     process = ManagedProcess(parent_spec(tmp_path, "end"), lambda *_: None)
     await process.start()
-    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 7
+    assert await ended(process.wait()) == 7
     await gone(*await read_pids(tmp_path / "pids"))
 
 
@@ -386,7 +424,7 @@ async def test_death_of_the_guard_ends_the_process(tmp_path: Path) -> None:
     parent, child = await read_pids(tmp_path / "pids")
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == -signal.SIGKILL
+    assert await ended(process.wait()) == -signal.SIGKILL
     await gone(parent)
     os.kill(child, signal.SIGKILL)  # it left the session: nobody is left who knows of it
 
@@ -418,7 +456,7 @@ async def test_missing_program_is_told(tmp_path: Path) -> None:
     spec = ProcessSpec("x", [str(tmp_path / "none")], os.environ, tmp_path / "log")
     process = ManagedProcess(spec, lambda _, line: lines.append(line))
     await process.start()
-    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 127
+    assert await ended(process.wait()) == 127
     assert lines == [f"cannot run {tmp_path / 'none'}: No such file or directory"]
 
 
@@ -430,7 +468,7 @@ async def test_output_is_kept_in_the_file_and_the_tail(tmp_path: Path) -> None:
             ProcessSpec("x", command, os.environ, tmp_path / "log"), lambda *_: None
         )
         await process.start()
-        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+        assert await ended(process.wait()) == 0
     assert len((tmp_path / "log").read_text().splitlines()) == 100
     assert len((tmp_path / "log.1").read_text().splitlines()) == 100
     assert process.tail[-1] == "line 99"
