@@ -72,6 +72,7 @@ class EngineConfig:
     worker_start_timeout_s: float = 300.0
     worker_stall_timeout_s: float = 60.0  # a step longer than this counts as a hang
     max_queued_tokens: int | None = None  # prompts of queued requests; None: no limit
+    max_request_seconds: float | None = None  # from submission to the last token; None: no cap
     policy: str = "fcfs"  # the order of the queue: fcfs, priority, wfq or vtc
     tiers: dict[str, Any] | None = None  # name -> weight, ttft_ms, tpot_ms; None: one tier
     default_tier: str | None = None  # of requests without slo_class; None: standard, or the first
@@ -125,6 +126,8 @@ class EngineConfig:
         _check_range("worker_stall_timeout_s", self.worker_stall_timeout_s, 1, 86400, whole=False)
         _check_default_sampling(self.default_sampling)
         _check_range("max_queued_tokens", self.max_queued_tokens, 1, 2**40, optional=True)
+        most_seconds = self.max_request_seconds
+        _check_range("max_request_seconds", most_seconds, 1, 86400, optional=True, whole=False)
         _check_range("max_preemptions", self.max_preemptions, 0, 100)
         _check_range("min_run_s", self.min_run_s, 0, 3600, whole=False)
         if self.policy not in POLICY_NAMES:

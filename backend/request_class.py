@@ -30,18 +30,19 @@ class RequestClass:
     num_prompts: int = 1  # that its sender sends together and waits for together
 
 
-def classify(raw: RawRequest, tiers: TierTable) -> RequestClass:
+def classify(raw: RawRequest, tiers: TierTable, most_seconds: float | None = None) -> RequestClass:
     """Read tenant, slo_class and timeout, without looking at the prompt. Raises RequestError.
 
     Request parameters win over the sampling parameters' JSON. A forwarded header such as
-    ``x-shoal-tenant`` wins over both, as a gateway sets headers and a client the rest.
+    ``x-shoal-tenant`` wins over both, as a gateway sets headers and a client the rest. No timeout
+    is longer than ``most_seconds``, which is also that of a request without one.
     """
     values = {**_from_json(raw.sampling_parameters), **raw.parameters}
     tenant = tenant_name(_value(values, "tenant"))
     return RequestClass(
         tenant=tenant,
         tier=tiers.get(_value(values, "slo_class")),
-        timeout_s=_timeout_s(_value(values, "timeout")),
+        timeout_s=_capped(_timeout_s(_value(values, "timeout")), most_seconds),
         cache_salt=_cache_salt(tenant, _value(values, "cache_salt")),
         num_prompts=_num_prompts(raw.parameters.get("num_prompts", 1)),
     )
@@ -81,6 +82,10 @@ def _num_prompts(value: ParameterValue) -> int:
             f"num_prompts must be a whole number in [1, {MAX_PROMPTS}].", param="num_prompts"
         )
     return value
+
+
+def _capped(timeout_s: float | None, most_seconds: float | None) -> float | None:
+    return min((s for s in (timeout_s, most_seconds) if s is not None), default=None)
 
 
 def _timeout_s(value: ParameterValue | None) -> float | None:

@@ -156,7 +156,7 @@ class Service:
         seq_id = next(self._seq_ids)
         loop.post(Submitted(seq_id, sink, time.monotonic()))
         try:
-            request_class = classify(raw, self._tiers)
+            request_class = classify(raw, self._tiers, self._config.max_request_seconds)
         except RequestError as error:
             loop.post(Rejected(seq_id, error))
             return seq_id

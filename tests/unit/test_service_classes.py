@@ -90,6 +90,16 @@ def test_class_and_timeout_may_come_in_the_sampling_json(tmp_path: Path) -> None
         assert error_of(ask(running, sampling_parameters=tenant)).code == "unknown_parameter"
 
 
+def test_a_request_past_the_operators_cap_ends_as_at_its_timeout(tmp_path: Path) -> None:
+    workers = one_slot()
+    with serving(workers, tmp_path, max_request_seconds=1) as running:
+        workers.running.clear()
+        error = error_of(ask(running, max_tokens=3))
+        assert (error.status, error.code, error.param) == (408, "timeout", "timeout")
+        until(lambda: len(aborted(workers.last)) == 1)
+        workers.running.set()
+
+
 @pytest.mark.parametrize("is_queued", [False, True])
 def test_a_timeout_ends_a_request_and_frees_its_place(tmp_path: Path, is_queued: bool) -> None:
     workers = one_slot()

@@ -66,6 +66,8 @@ class TestTierTable:
             ({"tenants": {"a": {"weight": -1}}}, "weight"),
             ({"tenants": {"a": {"limit": 1}}}, r"'limit' in tenants\.a"),
             ({"max_queued_tokens": 0}, "max_queued_tokens"),
+            ({"max_request_seconds": 0}, "max_request_seconds"),
+            ({"max_request_seconds": "long"}, "max_request_seconds"),
             ({"max_preemptions": -1}, "max_preemptions"),
             ({"min_run_s": "long"}, "min_run_s"),
         ],
@@ -125,6 +127,15 @@ class TestClassify:
         assert (found.tenant, found.timeout_s) == ("gateway", 0.2)
         raw.parameters = {"x-shoal-slo-class": "batch"}
         assert classify(raw, TierTable.from_dict(TIERS)).tier.name == "batch"
+
+    @pytest.mark.parametrize(
+        ("parameters", "expected"), [({}, 2.0), ({"timeout": 5000}, 2.0), ({"timeout": 500}, 0.5)]
+    )
+    def test_no_timeout_is_longer_than_the_operators_cap(
+        self, parameters: dict[str, Any], expected: float
+    ) -> None:
+        raw = RawRequest(text_input="hi", parameters=parameters)
+        assert classify(raw, TierTable.from_dict(TIERS), 2.0).timeout_s == expected
 
     @pytest.mark.parametrize("timeout", [0, -5, True, "soon", float("nan"), 10**12])
     def test_a_bad_timeout_is_named(self, timeout: Any) -> None:
