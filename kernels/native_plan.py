@@ -15,7 +15,7 @@ from shoal.kernels.native_library import (
     PackedLinear,
     pointer,
 )
-from shoal.kernels.screened_head import BOUND_PARTS, LEAST_COLUMNS, ScreenedHead
+from shoal.kernels.screened_head import LEAST_COLUMNS, ScreenedHead
 
 MODEL_TYPE = None  # a buffer's type: that of the weights
 
@@ -271,19 +271,11 @@ class PlanBuilder:
         rows = states
         if packed.format.prepares_rows:
             rows = self._prepare(states, packed, only_samples=True)
-        screened, bounds, row_bounds, screening = rows, None, -1, packed
-        if screen is not None:
-            screening, bounds = screen.packed, self._keep(screen.bounds)
-            row_bounds = self.buffer(2 * BOUND_PARTS, torch.float32)
-            screened = self.buffer(self._library.row_bytes(screening), torch.uint8)
-            sizes = {"k": screening.in_features}
-            self._add(OpKind.SCREEN_ROWS, in_=states, in2=row_bounds, out=screened, **sizes)
-        self._add(
-            OpKind.SCREEN,
-            in_=screened,
-            in2=row_bounds,
-            **{**self._weight_fields(screening), "bias": bounds},
-        )
+        if screen is None:
+            self._add(OpKind.SCREEN, in_=rows, **self._weight_fields(packed))
+        else:
+            self._add(OpKind.SCREEN_ROWS, in_=states, k=screen.packed.in_features)
+            self._add(OpKind.SCREEN, packed=True, **self._weight_fields(screen.packed))
         self._add(OpKind.GREEDY, in_=rows, **self._weight_fields(packed))
         self._screens = True
 

@@ -5,65 +5,56 @@ the very token that all logits would.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from shoal.kernels.huge_pages import huge_empty
 from shoal.kernels.native_library import PackedFormat, PackedLinear
 from shoal.kernels.quantized_panels import PANEL, pack_panels
-from shoal.kernels.quantized_weights import STATE_GROUP, Int8Weight
+from shoal.kernels.quantized_weights import Int8Weight
 
 LEAST_TOKENS = 8192  # a smaller vocabulary's projection is too small a part of a step
 LEAST_COLUMNS = 64  # a row of fewer logits has no room for what bounds them
-BOUND_PARTS = 3  # as in native/screened_head.h
+LARGEST_NORM = 1e15  # of a token's weights: no bound overflows
 _CHUNK = 128 * PANEL  # rows that are looked at together
 _ROUNDING = 1 + 1e-5  # of norms summed in float32
 
 
 @dataclass(frozen=True, slots=True)
 class ScreenedHead:
-    """The copy, and the bounds of its columns."""
+    """The copy. Its panels are those of 8 bits, and after each float32 [2, PANEL]: the norms of
+    w - w' and of w' of its columns, w' being what the bytes stand for."""
 
-    packed: PackedLinear  # of 8 bits
-    # float32 [2, BOUND_PARTS, columns of the panels]: norms of w - w' and of w' by part of features
-    bounds: torch.Tensor
+    packed: PackedLinear
 
 
 def screen_head(weight: torch.Tensor) -> ScreenedHead | None:
     """Of a dense ``weight`` [vocab_size, hidden_size]; None where it would not pay, or where the
-    weight holds what is no finite number."""
+    weight holds what is no finite number or far too large a one."""
     vocab_size, width = weight.shape
     if vocab_size < LEAST_TOKENS:
         return None
     num_panels = -(-vocab_size // PANEL)
-    bounds = torch.zeros(2, BOUND_PARTS, num_panels * PANEL)
-    panels = huge_empty([num_panels, (width + 3) // 4 * 4 * PANEL + 4 * PANEL], torch.uint8)
+    own_bytes = ((width + 3) // 4 * 4 + 4) * PANEL
+    panels = huge_empty([num_panels, own_bytes + 2 * 4 * PANEL], torch.uint8)
     for first in range(0, vocab_size, _CHUNK):
         rows = weight[first : first + _CHUNK].float()
-        if not bool(rows.isfinite().all()):
+        if not bool((rows.norm(dim=1) < LARGEST_NORM).all()):
             return None
         # The least normal number: a row of zeros has a scale, too.
         scales = (rows.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         values = (rows / scales[:, None]).round().clamp(-127, 127)
         near = values * scales[:, None]
-        for part, features in enumerate(bound_parts(width)):
-            columns = slice(first, first + len(rows))
-            bounds[0, part, columns] = (rows - near)[:, features].norm(dim=1) * _ROUNDING
-            bounds[1, part, columns] = near[:, features].norm(dim=1) * _ROUNDING
         packed = pack_panels(Int8Weight(values.to(torch.int8), scales, weight.dtype))
         if packed is None:
             return None
-        part = packed.values.view(-1, panels.shape[1])
-        panels[first // PANEL : first // PANEL + len(part)] = part
-    linear = PackedLinear(
-        panels.flatten(), None, vocab_size, width, weight.dtype, PackedFormat.INT8
+        part = panels[first // PANEL : -(-(first + len(rows)) // PANEL)]
+        part[:, :own_bytes] = packed.values.view(len(part), own_bytes)
+        norms = torch.zeros(2, len(part) * PANEL)
+        norms[0, : len(rows)] = (rows - near).norm(dim=1) * _ROUNDING
+        norms[1, : len(rows)] = near.norm(dim=1) * _ROUNDING
+        by_panel = norms.view(2, len(part), PANEL).transpose(0, 1).flatten(1)
+        part[:, own_bytes:] = by_panel.contiguous().view(torch.uint8)
+    return ScreenedHead(
+        PackedLinear(panels.flatten(), None, vocab_size, width, weight.dtype, PackedFormat.INT8)
     )
-    return ScreenedHead(linear, bounds)
-
-
-def bound_parts(width: int) -> list[slice]:
-    """The features of each part: whole groups of states."""
-    num_groups = -(-width // STATE_GROUP)
-    starts = [-(-part * num_groups // BOUND_PARTS) * STATE_GROUP for part in range(BOUND_PARTS + 1)]
-    return [slice(*ends) for ends in pairwise(starts)]

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <chrono>
+#include <deque>
 
 #include "attention.h"
 #include "experts.h"
@@ -37,10 +38,10 @@ enum class OpKind : int32_t {
   kSelect = 16,         // in -> out: the sampled rows. Operations after the first see only those
   kSoftcap = 17,        // of the step's logits, [samples, n]; scalar: the cap
   kKeepStates = 18,     // in (T, sampled rows) -> the step's hidden states, where they are wanted
-  kScreenRows = 19,     // in (T, sampled rows) -> out (bytes, for 8 bits), in2: a RowBound each
-  kScreen = 21,         // in (bytes), in2 -> the step's logits, where bounds by panel stand for them;
-                        // bias: bounds of the columns, or null: the weight is that of kLogits.
-                        // These three are for steps that want only tokens
+  kScreenRows = 19,     // in (T, sampled rows) -> the plan's screened rows
+  kScreen = 21,         // those -> the step's logits, where bounds by panel stand for them. Where
+                        // nothing is packed the weight is that of kLogits, and in (T, or prepared)
+                        // its rows. These three are for steps that want only tokens
   kGreedy = 22,         // in, the bounds -> the step's tokens; in, weight: as of kLogits
   kPrepare = 20,        // in (T) -> out (bytes): rows as a product of `format` reads them
 };
@@ -54,6 +55,7 @@ struct PlanOp {
   int64_t n, k;
   float scalar;    // RMS norm: epsilon; angles, embedding: factor
   int32_t packed;  // embedding: the weight is packed; prepare: the sampled rows alone are there;
+                   // screen: the weight is a copy in 8 bits, with bounds of its columns;
                    // route: the weights of the chosen experts sum to 1; add norm, combine: out
                    // is set, not added to
   int32_t heads;   // number of the PlanHeads, for the rotation and attention; of the sparse layer
@@ -160,6 +162,8 @@ class Plan : public PlanBase {
     for (size_t i = 0; i < ops_.size(); i++)
       if (OpKind(ops_[i].kind) == OpKind::kRoute)
         experts_[ops_[i].heads].resize(rows_of(i, step), ops_[i].k);
+    screened_.resize(step.num_samples);
+    while (int64_t(greedy_rows_.size()) < step.num_samples) greedy_rows_.emplace_back();
     team_.begin(2 * ops_.size(), step.num_threads);
     lay_out_attention(step);
     const BlockMass mass{step.block_mass};
@@ -403,32 +407,28 @@ class Plan : public PlanBase {
             step.hidden_states[i * width + j] = to_float(row<T>(op.in, i)[j]);
         });
         break;
-      case OpKind::kScreenRows:
+      case OpKind::kScreenRows: {
         if (!step.tokens) break;
-        each_row(step.num_samples, [&](int64_t i) {
-          row<RowBound>(op.in2, 0)[i] =
-              prepare_screened(row<T>(op.in, i), op.k, row<char>(op.out, i));
-        });
-        break;
-      case OpKind::kScreen: {
-        if (!step.tokens) break;
-        Linear screening = product(op);
-        screening.bias = nullptr;
-        const auto* bounds = op.bias ? row<RowBound>(op.in2, 0) : nullptr;
-        screen<T>(team, turn, screening, op.bias, row<char>(op.in, 0), bounds, step.num_samples,
-                  step.logits);
-        break;
-      }
-      case OpKind::kGreedy: {
-        if (!step.tokens) break;
-        const int64_t stride = bounds_stride(num_panels<T>(product(op)));
-        const int64_t bytes = row_bytes<T>(Format(op.format), op.k, op.group);
-        team.share(turn, step.num_samples, 1, [&](int64_t i) {
-          step.tokens[i] = greedy_token<T>(product(op), row<char>(op.in, 0) + i * bytes,
-                                           step.logits + i * 2 * stride);
+        const int64_t num_tiles = tiles_of(step.num_samples);
+        team.share(turn, num_tiles, 1, [&](int64_t tile) {
+          const int64_t begin = step.num_samples * tile / num_tiles;
+          const int64_t end = step.num_samples * (tile + 1) / num_tiles;
+          prepare_tile(row<T>(op.in, 0), op.k, begin, int(end - begin), screened_.tiles[tile],
+                       screened_);
         });
         break;
       }
+      case OpKind::kScreen:
+        if (!step.tokens) break;
+        if (op.packed)
+          screen(team, turn, product(op), screened_, step.num_samples, step.logits);
+        else
+          highest_logits<T>(team, turn, product(op), row<char>(op.in, 0), step.num_samples,
+                            step.logits);
+        break;
+      case OpKind::kGreedy:
+        if (step.tokens) find_tokens(team, turn, op, step);
+        break;
       case OpKind::kLogits:
         if (step.tokens) break;
         linear<T>(team, turn, product(op),
@@ -464,6 +464,26 @@ class Plan : public PlanBase {
     }
   }
 
+  void find_tokens(Team& team, int64_t turn, const PlanOp& op, const Step& step) {
+    const GreedySearch<T> search(product(op));
+    const int64_t stride = bounds_stride(num_panels<T>(product(op)));
+    const int64_t bytes = row_bytes<T>(Format(op.format), op.k, op.group);
+    const char* states = row<char>(op.in, 0);
+    team.share(turn, step.num_samples, 1, [&](int64_t i) {
+      search.begin(states + i * bytes, step.logits + i * stride, greedy_rows_[i]);
+    });
+    int64_t num_left = 0;
+    for (int64_t i = 0; i < step.num_samples; i++) num_left += num_left_tasks(greedy_rows_[i]);
+    team.share(turn + 1, num_left, 1, [&](int64_t task) {
+      int64_t i = 0;
+      for (; task >= num_left_tasks(greedy_rows_[i]); i++) task -= num_left_tasks(greedy_rows_[i]);
+      search.go_on(states + i * bytes, step.logits + i * stride, task, greedy_rows_[i]);
+    });
+    if (omp_get_thread_num() == 0)
+      for (int64_t i = 0; i < step.num_samples; i++)
+        step.tokens[i] = greedy_rows_[i].likeliest.result();
+  }
+
   struct Layout {
     int64_t group;
     bool masses, samples_only;
@@ -485,6 +505,8 @@ class Plan : public PlanBase {
   std::vector<float> partials_;
   // By sparse layer: a thread that lags behind reads its layer's sizes when others are further on.
   std::vector<ExpertRows> experts_;
+  ScreenedRows screened_;
+  std::deque<GreedyRow> greedy_rows_;  // of the sampled rows, or more
   int64_t first_select_ = 0;  // the number of operations if there is none
   int64_t num_rows_ = 0;
 };

@@ -13,8 +13,9 @@ from shoal.backend.quantization.schemes import quantize_fp8, quantize_int4, quan
 from shoal.backend.sampler import sample
 from shoal.kernels.native_library import NativeLibrary, pointer
 from shoal.kernels.native_plan import NativePlan, PlanBuilder, StepArguments
-from shoal.kernels.quantized_weights import STATE_GROUP, Weight
-from shoal.kernels.screened_head import LEAST_TOKENS, bound_parts, screen_head
+from shoal.kernels.quantized_panels import PANEL
+from shoal.kernels.quantized_weights import Weight
+from shoal.kernels.screened_head import LEAST_TOKENS, screen_head
 
 SIZES = [(LEAST_TOKENS, 64), (LEAST_TOKENS + 17, 99)]
 
@@ -162,29 +163,50 @@ def test_rows_of_zeros(native: NativeLibrary, dtype: torch.dtype) -> None:
     assert head.likeliest([0]) == from_logits(native, head.run([0]))
 
 
-def test_bounds_hold(native: NativeLibrary, dtype: torch.dtype) -> None:
-    """What the 8 bits may be off by is never less than what they are."""
-    weight = normal(LEAST_TOKENS, 130, seed=1).to(dtype)
+def test_norms_of_columns(dtype: torch.dtype) -> None:
+    """What is said of the 8 bits' errors is never less than what they are, and hardly more."""
+    weight = normal(LEAST_TOKENS + 5, 130, seed=1).to(dtype)
     weight[::7] *= 50
     screened = screen_head(weight)
     assert screened is not None
-    states = normal(9, 130, seed=2).to(dtype)
-    states[3:6, 4] *= 90
-    near = native.linear(states, screened.packed)
-    true = states.double() @ weight.double().T
-    left = torch.zeros_like(true[:, :130])
-    for first in range(0, 130, STATE_GROUP):
-        part = states[:, first : first + STATE_GROUP].double()
-        scale = part.abs().amax(dim=1, keepdim=True) / 127
-        left[:, first : first + STATE_GROUP] = part - (part / scale).round() * scale
-    errors, norms = screened.bounds[..., :LEAST_TOKENS].double()
-    bound = torch.zeros_like(true)
-    for idx, features in enumerate(bound_parts(130)):
-        bound += states[:, features].double().norm(dim=1)[:, None] * errors[idx]
-        bound += left[:, features].norm(dim=1)[:, None] * norms[idx]
-    off = (near.double() - true).abs()
-    assert bool((off <= bound * 1.001 + 1e-4).all())
-    assert float((off / bound).max()) > 0.05  # and it is of their order
+    panels = screened.packed.weight.view(-(-len(weight) // PANEL), -1)
+    body, floats = panels[:, : 132 * PANEL], panels[:, 132 * PANEL :].contiguous()
+    scales, errors, norms = floats.view(torch.float32).view(-1, 3, PANEL).unbind(1)
+    steps = body.view(-1, 33, PANEL, 4).transpose(1, 2).reshape(-1, 132)[: len(weight), :130]
+    near = (steps.double() - 128) * scales.flatten()[: len(weight), None].double()
+    for told, true in ((errors, weight.double() - near), (norms, near)):
+        ratio = told.flatten()[: len(weight)].double() / true.norm(dim=1)
+        assert float(ratio.min()) >= 1
+        assert float(ratio.max()) < 1 + 1e-4
+
+
+def test_all_panels_in_question(native: NativeLibrary, dtype: torch.dtype) -> None:
+    """Many panels of nearly equal logits: all threads look at what one would."""
+    weight = normal(1, 96, seed=1).repeat(LEAST_TOKENS, 1)
+    weight += normal(LEAST_TOKENS, 96, seed=2) * 1e-4
+    states = torch.cat([weight[:5] * 3, -weight[7:9], normal(9, 96, seed=3)])
+    head = Head(native, weight.to(dtype), states.to(dtype))
+    rows = list(range(len(states)))
+    expected = from_logits(native, head.run(rows))
+    for threads in (1, 2, 3):
+        with num_threads(threads):
+            assert head.likeliest(rows) == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12, 13, 25, 37])
+def test_states_far_larger_than_their_rows_others(
+    native: NativeLibrary, dtype: torch.dtype, count: int
+) -> None:
+    """Of each row others, more of them than are multiplied once more, and of all sizes."""
+    weight = normal(LEAST_TOKENS, 98, seed=1)
+    weight[LEAST_TOKENS // 2 :] = weight[: LEAST_TOKENS // 2] * (1 + 1e-3)
+    states = normal(count, 98, seed=2)
+    for row in range(count):
+        states[row, row : row + 1 + row % 9] *= 3.0 ** (row % 8)
+    states[:, 97] *= 20
+    head = Head(native, weight.to(dtype), states.to(dtype))
+    rows = list(range(count))
+    assert head.likeliest(rows) == from_logits(native, head.run(rows))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
