@@ -3,14 +3,16 @@
     python -m shoal.load.sharing tenants --report load/reports/tenants-served.md
     python -m shoal.load.sharing tiers --report load/reports/tiers-served.md
 
-Starts a server of its own. ``tenants``: a light tenant alone, then beside one that sends ten times
-as much. ``tiers``: three tiers, together more than the server can do.
+Starts servers of its own. ``tenants``: a light tenant alone, and beside one that sends ten times as
+much. ``tiers``: three tiers, together more than the server can do.
 """
 
 import asyncio
+import math
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,13 +27,15 @@ from shoal.load.scheduler_cost import cpu_name
 CONCURRENCY = 16
 MEAN_OUTPUTS = 10
 HEAVY_FACTOR = 10
+HEAD_START_S = 2.0  # in which the heavy tenant fills the slots
+LAST_S = 2.0  # that the last requests have for their end
 LIGHT_LOAD = 0.15  # of what the server can do
 TIERS = {"interactive": {"weight": 8}, "standard": {"weight": 2}, "batch": {"weight": 1}}
 TIER_LOAD = 1.5  # of all tiers together
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=(__doc__ or "").split("\n")[0])
 
-Port = Annotated[int, typer.Option(help="Of the server, and the three after it.")]
+Port = Annotated[int, typer.Option(help="The first of 4, of 8 for tenants.")]
 Seconds = Annotated[float, typer.Option(help="Of each load.")]
 Report = Annotated[Path | None, typer.Option(help="Write Markdown there.")]
 
@@ -42,46 +46,120 @@ def make_request(draw: random.Random, at: float, **whose: str) -> LiveRequest:
 
 @app.command()
 def tenants(
-    port: Port = 19130, seconds: Seconds = 40.0, policy: str = "vtc", report: Report = None
+    port: Port = 19130,
+    seconds: Seconds = 32.0,
+    policy: str = "vtc",
+    rounds: Annotated[int, typer.Option(help="In which each load comes in parts.")] = 4,
+    report: Report = None,
 ) -> None:
     """A light tenant's time to first token, alone and beside one that sends ten times as much."""
+    loads = Loads()
     try:
-        with live_server(port, policy=policy, max_num_seqs=CONCURRENCY) as open_port:
-            client = LiveClient(open_port, MODEL)
-            rate = LIGHT_LOAD * saturation(client, open_port)
-            light = poisson(
-                "light", rate, seconds, lambda draw, at: make_request(draw, at, tenant="light")
-            )
-            heavy = poisson(
-                "heavy",
-                HEAVY_FACTOR * rate,
-                seconds,
-                lambda draw, at: make_request(draw, at, tenant="heavy"),
-            )
-            alone = asyncio.run(client.run(light, until=2 * seconds))
-            wait_idle(open_port)
-            both = asyncio.run(client.run([*light, *heavy], until=1.2 * seconds))
+        # A server for each load: a policy remembers for a while that there were several tenants.
+        with (
+            live_server(port, policy=policy, max_num_seqs=CONCURRENCY) as alone_port,
+            live_server(port + 4, policy=policy, max_num_seqs=CONCURRENCY) as beside_port,
+        ):
+            alone, beside = LiveClient(alone_port, MODEL), LiveClient(beside_port, MODEL)
+            warm_up(alone, alone_port)
+            rate = LIGHT_LOAD * saturation(beside, beside_port)
+            for index in range(rounds):
+                light, heavy = _tenants_round(index, rate, seconds / rounds)
+                if index % 2 == 0:
+                    loads.run_alone(alone, light)
+                loads.run_beside(beside, light, heavy)
+                wait_idle(beside_port)
+                if index % 2 == 1:
+                    loads.run_alone(alone, light)
     except RuntimeError as error:
         sys.exit(f"error: {error}")
-    beside = [record for record in both if record.request.tenant == "light"]
     rows = [
-        ("light, alone", *_ttfts(alone)),
-        ("light, beside the heavy one", *_ttfts(beside)),
-        ("heavy", *_ttfts([r for r in both if r.request.tenant == "heavy"])),
+        ("light, alone", *_ttfts(loads.alone)),
+        ("light, beside the heavy one", *_ttfts(loads.beside)),
+        ("heavy", *_ttfts(loads.heavy)),
     ]
-    p95 = [percentile([r.ttft for r in records], 0.95) for records in (alone, beside)]
+    low, high = loads.likely_ratios()
+    gaps = sorted(loads.heavy_gaps())
     _show(
         [
             *markdown_table(_HEADER, rows),
             "",
-            f"p95 beside / alone: {p95[1] / p95[0]:.2f}. Light sends {rate:.2f} requests/s, heavy "
-            f"{HEAVY_FACTOR} times as many; together {tokens_in(both, 0, seconds) / seconds:.0f} "
-            "output tokens/s.",
+            f"p95 beside / alone: {loads.ratio():.2f} (90 % of resamples: {low:.2f} to {high:.2f})."
+            f" Light sends {rate:.2f} requests/s, heavy {HEAVY_FACTOR} times as many; together "
+            f"{loads.tokens_beside / seconds:.0f} output tokens/s. The time between two tokens of "
+            f"a heavy request: p50 {percentile(gaps, 0.5):.3f} s, p99 {percentile(gaps, 0.99):.3f}"
+            f" s, longest {gaps[-1]:.3f} s.",
         ],
         report,
         "Two tenants, on the real server",
-        f"tenants --policy {policy}",
+        f"tenants --policy {policy} --seconds {seconds:g} --rounds {rounds}",
+        f" {rounds} rounds of {seconds / rounds:g} s for each load, in turns; the heavy tenant "
+        f"begins {HEAD_START_S:g} s earlier. A server for each load, the other one idle.",
     )
+
+
+@dataclass(slots=True)
+class Loads:
+    """What came of all rounds. The light tenant's requests are the same, in the same order, alone
+    and beside the heavy one's."""
+
+    alone: list[LiveRecord] = field(default_factory=list)
+    beside: list[LiveRecord] = field(default_factory=list)
+    heavy: list[LiveRecord] = field(default_factory=list)
+    tokens_beside: float = 0.0  # of both, while the light tenant sends
+
+    def run_alone(self, client: LiveClient, light: Sequence[LiveRequest]) -> None:
+        until = light[-1].at + LAST_S
+        self.alone += asyncio.run(client.run(light, until=until))
+
+    def run_beside(
+        self, client: LiveClient, light: Sequence[LiveRequest], heavy: Sequence[LiveRequest]
+    ) -> None:
+        late = [replace(request, at=request.at + HEAD_START_S) for request in light]
+        until = max(late[-1].at, heavy[-1].at) + LAST_S
+        records = asyncio.run(client.run([*late, *heavy], until=until))
+        self.beside += records[: len(light)]
+        self.heavy += records[len(light) :]
+        self.tokens_beside += tokens_in(records, HEAD_START_S, heavy[-1].at)
+
+    def ratio(self, chosen: Sequence[int] | None = None) -> float:
+        """p95 beside / alone, of all of the light tenant's requests or of those chosen."""
+        indices = range(len(self.alone)) if chosen is None else chosen
+        alone, beside = (
+            percentile([waited(records[i], math.inf) for i in indices], 0.95)
+            for records in (self.alone, self.beside)
+        )
+        return beside / alone
+
+    def likely_ratios(self) -> tuple[float, float]:
+        """Between which 90 % of the ratios lie, of requests drawn again from these."""
+        draw = random.Random(0)
+        indices = range(len(self.alone))
+        ratios = sorted(self.ratio(draw.choices(indices, k=len(indices))) for _ in range(400))
+        return ratios[20], ratios[-21]
+
+    def heavy_gaps(self) -> list[float]:
+        return [
+            b - a
+            for record in self.heavy
+            for a, b in zip(record.token_times, record.token_times[1:], strict=False)
+        ]
+
+
+def _tenants_round(
+    index: int, rate: float, seconds: float
+) -> tuple[list[LiveRequest], list[LiveRequest]]:
+    """The light tenant's requests, and the heavy one's, who begins earlier."""
+    light = poisson(
+        f"light {index}", rate, seconds, lambda draw, at: make_request(draw, at, tenant="light")
+    )
+    heavy = poisson(
+        f"heavy {index}",
+        HEAVY_FACTOR * rate,
+        HEAD_START_S + seconds,
+        lambda draw, at: make_request(draw, at, tenant="heavy"),
+    )
+    return light, heavy
 
 
 @app.command()
@@ -126,19 +204,24 @@ def _of_tier(name: str, rate: float, seconds: float) -> list[LiveRequest]:
 _HEADER = ("who", "requests", "with a token", "TTFT p50, s", "p95, s")
 
 
+def warm_up(client: LiveClient, port: int) -> None:
+    draw = random.Random(0)
+    asyncio.run(client.run_closed(lambda: make_request(draw, 0.0), CONCURRENCY, 3.0))
+    wait_idle(port)
+
+
 def saturation(client: LiveClient, port: int) -> float:
     """Requests per second that the server can do, by the tokens it gives when it is kept full."""
     draw = random.Random(0)
-    asyncio.run(client.run_closed(lambda: make_request(draw, 0.0), CONCURRENCY, 4.0))  # warm up
-    wait_idle(port)
-    seconds = 15.0
+    warm_up(client, port)
+    seconds = 12.0
     records = asyncio.run(
         client.run_closed(lambda: make_request(draw, 0.0), CONCURRENCY + 4, seconds)
     )
     wait_idle(port)
     rate = tokens_in(records, seconds / 3, seconds) / (seconds * 2 / 3) / MEAN_OUTPUTS
     if not rate:
-        raise RuntimeError("the server gave no token in 15 s.")
+        raise RuntimeError("the server gave no token in 12 s.")
     return rate
 
 
@@ -170,7 +253,7 @@ def _ttfts(records: Sequence[LiveRecord]) -> tuple[str, ...]:
     )
 
 
-def _show(lines: list[str], report: Path | None, title: str, command: str) -> None:
+def _show(lines: list[str], report: Path | None, title: str, command: str, how: str = "") -> None:
     print("\n".join(lines))
     if report is None:
         return
@@ -178,7 +261,7 @@ def _show(lines: list[str], report: Path | None, title: str, command: str) -> No
         f"# {title}\n\n`python -m shoal.load.sharing {command} --report {report}` makes this page: "
         f"SmolLM2-135M behind Triton and the OpenAI endpoint, {CONCURRENCY} slots, client and "
         f"server on one machine ({cpu_name()}). Prompts of 16 to 96 random tokens, 4 to 16 "
-        "outputs, Poisson arrivals, the same in both loads.\n\n"
+        f"outputs, Poisson arrivals.{how}\n\n"
     )
     report.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
 

@@ -19,7 +19,7 @@ from shoal.scheduler.outputs import (
 )
 from shoal.scheduler.sequence import FinishReason, PooledStates, Sequence, SequenceStatus
 from shoal.scheduler.session_eviction import make_session_eviction
-from shoal.scheduler.step_budget import share_budget
+from shoal.scheduler.step_budget import share_budget, some_wait
 from shoal.scheduler.step_limits import StepLimits
 from shoal.scheduler.step_pace import StepPace
 from shoal.scheduler.transfers import DeviceCopy, DiskResult
@@ -62,7 +62,7 @@ class Scheduler:
        their known tokens, and of the next, fit beside what the running ones still lack.
     2. **Share** the token budget: see ``share_budget``. Decodes come first, then urgent prefills;
        a short prompt never waits behind a long one, and a long one never starves behind short
-       ones.
+       ones. Beside urgent prefills the others get a part of every second step.
     3. **Allocate** blocks in arrival order. When they run out, a victim loses its blocks: the
        sequence for which it costs the least to get their contents again, from the host or by
        computing them (``choose_victim``). It waits in its place by arrival.
@@ -70,10 +70,11 @@ class Scheduler:
     Where memory is so short that ``limits`` allow fewer tokens than sequences run, they take turns.
 
     **Progress.** The earliest running sequence is never a victim, gets at least one token in each
-    step, or turn, and the pool holds it at its longest. So it ends, unless an earlier one is
-    admitted and takes its place; and the earliest of all stays the earliest until it ends, once it
-    runs. While it waits, nobody who came later is admitted (but for the second at most that blocks
-    may take to come from disk), so the running ones end until it fits. Hence all end, in turn.
+    step, or turn, or second step beside urgent ones, and the pool holds it at its longest. So it
+    ends, unless an earlier one is admitted and takes its place; and the earliest of all stays the
+    earliest until it ends, once it runs. While it waits, nobody who came later is admitted (but for
+    the second at most that blocks may take to come from disk), so the running ones end until it
+    fits. Hence all end, in turn.
 
     **Churn is bounded.** Call slack the free blocks less those that running sequences lack for
     their known tokens. Admission leaves it at 0 or more; a preemption, which happens only below 0,
@@ -104,6 +105,7 @@ class Scheduler:
         self.num_hit_tokens = 0  # of these, found
         self.limits = StepLimits(config.max_num_batched_tokens)  # lower while memory is short
         self._turn = 0
+        self._some_wait = False  # for urgent prompts, in the latest step
         self._num_arrivals = 0
         self._live: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -177,6 +179,9 @@ class Scheduler:
         restored = self._admit(tuple(self._waiting))
         num_tokens = self._share_budget()
         preemptions = self._allocate(num_tokens)
+        if not num_tokens and self._some_wait:  # the urgent lost their blocks: the others' turn
+            num_tokens = self._share_budget()
+            preemptions += self._allocate(num_tokens)
         scheduled = tuple(
             ScheduledSequence(sequence, num_tokens[sequence.seq_id])
             for sequence in self._running
@@ -335,7 +340,10 @@ class Scheduler:
         for sequence in members:
             if sequence.eviction is not None:
                 self.kv.make_room(sequence)
-        return share_budget(members, whole_budget, self.pace, self.config.decode_stretch)
+        stretch = self.config.decode_stretch
+        num_tokens = share_budget(members, whole_budget, self.pace, stretch, self._some_wait)
+        self._some_wait = some_wait(members, num_tokens)
+        return num_tokens
 
     def _take_turns(self, most: int) -> list[Sequence]:
         """The running sequences, in arrival order; at most ``most``, and the others next time."""

@@ -1,5 +1,6 @@
 """How the token budget of one step is shared among the running sequences."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 from shoal.scheduler.images import image_cut_by
@@ -7,7 +8,7 @@ from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.step_pace import StepPace
 
 # Parts of a step's budget. A yielding prefill takes small portions, so that a step is over soon
-# when somebody's urgent prompt comes; beside an urgent one the others still get a little.
+# when somebody's urgent prompt comes; beside urgent ones the others still get a little.
 _YIELDING_SHARE = 3 / 16
 _BESIDE_URGENT_SHARE = 1 / 16
 # However short steps should be, so many rows are computed for one reading of the weights, and so
@@ -22,12 +23,17 @@ _WEIGHT_OF_PROMPT = 8  # decodes that a waiting prompt is weighed against
 
 
 def share_budget(
-    members: Many[Sequence], budget: int, pace: StepPace, decode_stretch: float
+    members: Many[Sequence],
+    budget: int,
+    pace: StepPace,
+    decode_stretch: float,
+    have_waited: bool = True,
 ) -> dict[int, int]:
     """Tokens to run by seq_id, of ``members`` in arrival order.
 
     A sequence that lacks one token (decode) gets it. The others share what is left, or less where
-    decodes should not be held up: see ``_most_prefill``. Urgent prefills go first.
+    decodes should not be held up: see ``_most_prefill``. Urgent prefills go first; beside them the
+    others get a little where they had to wait in the step before (``have_waited``), else nothing.
     """
     num_tokens = {s.seq_id: 1 for s in members if s.num_runnable_tokens == 1}
     prefills = [s for s in members if s.num_runnable_tokens > 1]
@@ -37,9 +43,11 @@ def share_budget(
     urgent = [s for s in prefills if s.urgency > 0]
     others = [s for s in prefills if s.urgency <= 0]
     if urgent and others:
-        portion = max(1, int(left * _BESIDE_URGENT_SHARE))
-        used = _grant(num_tokens, urgent, left - portion)
+        portion = max(1, int(left * _BESIDE_URGENT_SHARE)) if have_waited else 0
+        used = _grant_urgent(num_tokens, urgent, left - portion)
         _grant(num_tokens, others, min(left - used, portion))
+    elif urgent:
+        _grant_urgent(num_tokens, urgent, left)
     else:
         if any(s.urgency < 0 for s in others):
             portion = int(budget * _YIELDING_SHARE / _work_of_token(others, pace))
@@ -48,6 +56,13 @@ def share_budget(
         _grant(num_tokens, prefills, left)
     _keep_images_whole(num_tokens, prefills, budget)
     return {seq_id: count for seq_id, count in num_tokens.items() if count}
+
+
+def some_wait(members: Many[Sequence], num_tokens: Mapping[int, int]) -> bool:
+    """Whether such a step gives nothing to the prompts that are not urgent, beside one that is."""
+    prefills = [s for s in members if s.num_runnable_tokens > 1]
+    others = [s for s in prefills if s.urgency <= 0]
+    return 0 < len(others) < len(prefills) and not any(s.seq_id in num_tokens for s in others)
 
 
 def _keep_images_whole(num_tokens: dict[int, int], prefills: Many[Sequence], budget: int) -> None:
@@ -85,6 +100,19 @@ def _take_back(num_tokens: dict[int, int], keeper: Sequence, wanted: int) -> int
         if seq_id != keeper.seq_id:
             taken += num_tokens.pop(seq_id)
     return taken
+
+
+def _grant_urgent(num_tokens: dict[int, int], urgent: Many[Sequence], budget: int) -> int:
+    """As ``_grant``, but as many of the first ones as can end in this step do, whatever comes
+    behind them: of two that share what is enough for one, both would end in the next."""
+    left = budget
+    for index, sequence in enumerate(urgent):
+        lacks = sequence.num_runnable_tokens
+        if lacks > left:
+            return budget - left + _grant(num_tokens, urgent[index:], left)
+        num_tokens[sequence.seq_id] = lacks
+        left -= lacks
+    return budget - left
 
 
 def _grant(num_tokens: dict[int, int], prefills: Many[Sequence], budget: int) -> int:

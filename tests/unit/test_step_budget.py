@@ -27,9 +27,13 @@ def make_pace(base: float, rate: float, decode: float | None = None) -> StepPace
 
 
 def share_budget(
-    members: list[Sequence], budget: int, pace: StepPace, decode_stretch: float = 2.0
+    members: list[Sequence],
+    budget: int,
+    pace: StepPace,
+    decode_stretch: float = 2.0,
+    have_waited: bool = True,
 ) -> dict[int, int]:
-    return step_budget.share_budget(members, budget, pace, decode_stretch)
+    return step_budget.share_budget(members, budget, pace, decode_stretch, have_waited)
 
 
 class TestUrgency:
@@ -58,6 +62,32 @@ class TestUrgency:
         shares = share_budget(members, BUDGET, StepPace())
         assert shares[0] == BUDGET // 16
         assert sum(shares.values()) == BUDGET
+
+    def test_the_others_get_their_part_of_every_second_step(self) -> None:
+        members = [decode(5), prefill(0, 900, urgency=-1), prefill(1, 9000, urgency=1)]
+        have_waited, parts = False, []
+        for _ in range(4):
+            shares = share_budget(members, BUDGET, StepPace(), have_waited=have_waited)
+            have_waited = step_budget.some_wait(members, shares)
+            assert shares[5] == 1
+            assert sum(shares.values()) == BUDGET
+            parts.append(shares.get(0, 0))
+        assert parts == [0, BUDGET // 16 - 1, 0, BUDGET // 16 - 1]
+
+    def test_nobody_waits_where_all_are_urgent_or_none_is(self) -> None:
+        for urgency in (1, 0, -1):
+            members = [decode(5), prefill(0, 900, urgency), prefill(1, 900, urgency)]
+            assert not step_budget.some_wait(members, {5: 1})
+
+    def test_of_two_urgent_prompts_with_room_for_one_the_first_ends(self) -> None:
+        members = [decode(0), prefill(1, 300, urgency=1), prefill(2, 290, urgency=1)]
+        shares = share_budget(members, BUDGET, StepPace(), have_waited=False)
+        assert shares == {0: 1, 1: 300, 2: BUDGET - 301}
+
+    def test_a_short_urgent_prompt_does_not_wait_for_a_long_one(self) -> None:
+        members = [prefill(1, 3000, urgency=1), prefill(2, 290, urgency=1), prefill(3, 20, 1)]
+        shares = share_budget(members, BUDGET, StepPace(), have_waited=False)
+        assert shares == {1: 256, 2: 236, 3: 20}
 
     def test_the_budget_holds_whoever_is_urgent(self) -> None:
         for budget in range(4, 40):
