@@ -112,24 +112,29 @@ class Intake:
         self._max_choices = max_choices
         self._hidden_size = hidden_size  # 0: unknown
 
-    def prepare(self, raw: RawRequest) -> PreparedRequest:
-        """Validate, apply the chat template, tokenise, fill in max_tokens and seed."""
+    def prepare(self, raw: RawRequest, salt: bytes = b"") -> PreparedRequest:
+        """Validate, apply the chat template, tokenise, fill in max_tokens and seed. What was done
+        for one request makes no other sooner but of the same salt."""
         values, metadata = _parameters(raw)
         names = [name for name in _OTHER_NAMES if values.get(name) is not None]
         try:
-            return self._prepare(raw, values, metadata)
+            return self._prepare(raw, values, metadata, salt)
         except RequestError as error:
             raise (_renamed(error, names[0]) if names else error) from None
 
     def _prepare(
-        self, raw: RawRequest, values: dict[str, Any], metadata: dict[str, ParameterValue]
+        self,
+        raw: RawRequest,
+        values: dict[str, Any],
+        metadata: dict[str, ParameterValue],
+        salt: bytes,
     ) -> PreparedRequest:
         source = prompt_source(raw)
         use = ChatUse.take(values, source)
         sampling = self._sampling(values, use.tool_use)
         echo_input = _echo_input(raw, source)
         wants_text = echo_input or sampling.prompt_logprobs is not None
-        token_ids, text, images = self.prompter.prompt(raw, source, wants_text, use)
+        token_ids, text, images = self.prompter.prompt(raw, source, wants_text, use, salt)
         if images:
             _check_goes_with_images(sampling, images)
         sampling = self._fill_in(sampling, len(token_ids), source)

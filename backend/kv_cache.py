@@ -1,5 +1,6 @@
 """The paged key/value cache: device memory in blocks, for all layers."""
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -44,6 +45,7 @@ class PagedKVCache:
         self.block_size = block_size
         self._storage: dict[int, torch.Tensor] = {}
         self._scales: dict[int, torch.Tensor] = {}
+        self._addresses: dict[int, list[tuple[int, int]]] = {}  # by group
         arena = Arena() if torch.device(device).type == "cpu" else None
         for idx, layer in enumerate(layout.layers):
             if layout.source_of[idx] != idx:
@@ -74,8 +76,15 @@ class PagedKVCache:
     def copy_blocks(self, copies: Sequence[DeviceCopy]) -> None:
         """Copy whole blocks, one after another."""
         for copy in copies:
-            for part in self.block_parts(copy.group):
-                part[:, copy.target] = part[:, copy.source]
+            if self.device.type != "cpu":
+                for part in self.block_parts(copy.group):
+                    part[:, copy.target] = part[:, copy.source]
+                continue
+            # A block's part in each layer takes torch longer to find than to copy.
+            for block in (copy.source, copy.target):
+                assert 0 <= block < self.num_blocks[copy.group]
+            for address, size in self._block_addresses(copy.group):
+                ctypes.memmove(address + copy.target * size, address + copy.source * size, size)
 
     def layer(self, layer_idx: int) -> LayerCache:
         """All that is kept for a layer, written in place by the kernels."""
@@ -97,6 +106,17 @@ class PagedKVCache:
         layers = self.layout.groups[group].layers
         parts = [as_copyable(self._storage[idx]) for idx in layers]
         return (*parts, *(self._scales[idx] for idx in layers if idx in self._scales))
+
+    def _block_addresses(self, group: int) -> list[tuple[int, int]]:
+        """Where the first block's keys, values and scales of each layer lie in memory, and how many
+        bytes of each a block has; the next block's follow. Worked out once."""
+        known = self._addresses.get(group)
+        if known is None:
+            halves = [half for part in self.block_parts(group) for half in part]
+            assert all(half.is_contiguous() for half in halves)
+            known = [(half.data_ptr(), half[0].nbytes) for half in halves]
+            self._addresses[group] = known
+        return known
 
 
 def _zeros(

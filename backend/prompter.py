@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.backend.image_prompt import ImagePrompter
 from shoal.backend.images import MAX_BYTES, DecodedImage
+from shoal.backend.prompt_memo import PromptMemo
 from shoal.backend.raw_request import (
     MAX_PROMPT_BYTES,
     RawRequest,
@@ -62,11 +63,13 @@ class Prompter:
         self._template = template
         self._vocab_size = vocab_size
         self._images = images
+        self._memo = PromptMemo()
 
     def prompt(
-        self, raw: RawRequest, source: str, wants_text: bool, use: ChatUse
+        self, raw: RawRequest, source: str, wants_text: bool, use: ChatUse, salt: bytes = b""
     ) -> tuple[list[int], str, Images]:
-        """Token ids, the text where it is known or must be echoed, and images."""
+        """Token ids, the text where it is known or must be echoed, and images. Only what came with
+        this salt before is encoded sooner."""
         if raw.images is not None:
             self._check_images(raw.images, source)
         if source == "input_ids":
@@ -74,11 +77,14 @@ class Prompter:
             token_ids = self._check_input_ids(raw.input_ids, self.max_model_len)
             return token_ids, self._tokenizer.decode(token_ids) if wants_text else "", ()
         if source == "messages":
-            return self._chat(raw, use, is_limited=True)
+            return self._chat(raw, use, is_limited=True, salt=salt)
         text = decode_text("text_input", raw.text_input)
         self._check_size(text, "text_input")
         if not raw.images or self._images is None:
-            return self._tokenizer.encode(text, add_bos=True), text, ()
+            token_ids = self._memo.encode(
+                salt, "text", text, lambda: self._tokenizer.encode(text, add_bos=True)
+            )
+            return token_ids, text, ()
         placed = self._images.place(text, len(raw.images))
         decoded = self._images.decode_files(raw.images)
         token_ids = self._tokenizer.encode(
@@ -128,7 +134,7 @@ class Prompter:
         return self._tokenizer.decode(self._check_input_ids(raw.input_ids, len(raw.input_ids)))
 
     def _chat(
-        self, raw: RawRequest, use: ChatUse, is_limited: bool
+        self, raw: RawRequest, use: ChatUse, is_limited: bool, salt: bytes | None = None
     ) -> tuple[list[int], str, Images]:
         if self._template is None:
             raise RequestError(
@@ -151,7 +157,13 @@ class Prompter:
         if is_limited:
             self._check_size(rendered.text, "messages")
         if self._images is None or not decoded:
-            return rendered.encode(self._tokenizer), rendered.text, ()
+            if salt is None:
+                return rendered.encode(self._tokenizer), rendered.text, ()
+            form = f"chat {rendered.mark or ''}"  # which writes its own BOS
+            token_ids = self._memo.encode(
+                salt, form, rendered.marked, lambda: rendered.encode(self._tokenizer)
+            )
+            return token_ids, rendered.text, ()
         # Broken up by the mark, a placeholder in a client's own words is none.
         marked = self._images.expand(rendered.marked, decoded, "messages")
         token_ids = replace(rendered, marked=marked).encode(self._tokenizer)

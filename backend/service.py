@@ -332,7 +332,7 @@ class Service:
         loop = self._running_loop()
         try:
             assert self._intake is not None, "not started"
-            prepared = _with_logprobs(raw, self._intake.prepare(raw))
+            prepared = _with_logprobs(raw, self._intake.prepare(raw, request_class.cache_salt))
             further = tuple(next(self._seq_ids) for _ in range(1, prepared.sampling.n))
             loop.post(Prepared(seq_id, prepared, request_class, further))
         except RequestError as error:

@@ -6,7 +6,7 @@ import torch
 from shoal.backend.host_kv import HostKV
 from shoal.backend.kv_cache import PagedKVCache, bytes_per_block
 from shoal.backend.kv_layout import KVLayout, LayerKV
-from shoal.scheduler.transfers import BlockCopy
+from shoal.scheduler.transfers import BlockCopy, DeviceCopy
 
 LAYOUT = KVLayout.of([LayerKV(2, 4), LayerKV(1, 8, window=6), LayerKV(2, 4), LayerKV(1, 8, 6, 1)])
 BLOCKS = (12, 9)
@@ -69,3 +69,18 @@ def test_the_contents_of_a_block_as_bytes(cache):
     host.write(2, payload)
     host.copy([BlockCopy(True, 0, 6, 2)])
     assert torch.equal(contents(cache, 0, 6), contents(cache, 0, 5))
+
+
+def test_a_block_is_copied_bit_for_bit_and_no_other_changes(cache):
+    for group in (0, 1):
+        expected = [contents(cache, group, block) for block in range(BLOCKS[group])]
+        cache.copy_blocks([DeviceCopy(group, 7, 2), DeviceCopy(group, 2, 0)])  # in this order
+        expected[2] = expected[0] = expected[7]
+        for block in range(BLOCKS[group]):
+            assert torch.equal(contents(cache, group, block), expected[block]), block
+
+
+def test_a_copy_beyond_the_cache_is_refused(cache):
+    for copy in (DeviceCopy(1, 0, BLOCKS[1]), DeviceCopy(1, BLOCKS[1], 0), DeviceCopy(0, -1, 0)):
+        with pytest.raises(AssertionError):
+            cache.copy_blocks([copy])

@@ -204,3 +204,13 @@ def test_thoughts_of_an_output() -> None:
     deltas.append(processor.push(None, FinishReason.LENGTH))
     assert "".join(delta.reasoning for delta in deltas) == "hm"
     assert "".join(delta.text for delta in deltas) == "ok"
+
+
+def test_a_prompt_that_comes_again_has_the_same_ids() -> None:
+    intake = make_intake()
+    text = RawRequest(text_input="<|im_start|>user\nHi")
+    chat = RawRequest(messages=json.dumps([{"role": "user", "content": "Hi <|im_end|>"}]))
+    for raw in (text, chat):
+        first, again = (intake.prepare(raw).prompt_token_ids for _ in range(2))
+        assert first == again == intake.prepare(raw, b"another").prompt_token_ids
+        assert first is not again

@@ -99,7 +99,7 @@ def test_a_fault_of_ours_in_intake_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(ScriptedWorkers(), tmp_path) as running:
-        monkeypatch.setattr(service.Intake, "prepare", lambda self, raw: 1 // 0)
+        monkeypatch.setattr(service.Intake, "prepare", lambda self, raw, salt: 1 // 0)
         error = ask(running).wait().error
         assert error is not None
         assert error.status == 500
@@ -143,10 +143,10 @@ def test_cancel_while_it_is_tokenised(tmp_path: Path, monkeypatch: pytest.Monkey
         entered, go_on = threading.Event(), threading.Event()
         prepare = service.Intake.prepare
 
-        def slow(self: Any, raw: RawRequest) -> Any:
+        def slow(self: Any, raw: RawRequest, salt: bytes) -> Any:
             entered.set()
             assert go_on.wait(WAIT_S)
-            return prepare(self, raw)
+            return prepare(self, raw, salt)
 
         monkeypatch.setattr(service.Intake, "prepare", slow)
         sink = Collector()
@@ -183,9 +183,9 @@ def test_a_flood_beyond_the_intake_pool_is_refused_at_once(
         go_on = threading.Event()
         prepare = service.Intake.prepare
 
-        def slow(self: Any, raw: RawRequest) -> Any:
+        def slow(self: Any, raw: RawRequest, salt: bytes) -> Any:
             assert go_on.wait(WAIT_S)
-            return prepare(self, raw)
+            return prepare(self, raw, salt)
 
         monkeypatch.setattr(service.Intake, "prepare", slow)
         sinks = [ask(running, max_tokens=1) for _ in range(5)]

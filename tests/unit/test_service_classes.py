@@ -149,7 +149,7 @@ def test_a_full_queue_refuses_before_the_prompt_is_looked_at(
         until(lambda: running.status()["num_queued"] == 1)
         assert running._intake is not None
         prepare = threading.Event()
-        monkeypatch.setattr(running._intake, "prepare", lambda raw: prepare.set())
+        monkeypatch.setattr(running._intake, "prepare", lambda raw, salt: prepare.set())
         assert error_of(ask(running)).status == 429
         assert not prepare.is_set()
 
