@@ -127,43 +127,25 @@ class Dispatcher:
         assert seq_id not in self._sequences, f"sequence {seq_id} was added twice"
         assert prompt_token_ids, "an empty prompt passed intake"
         tier = self.config.tiers.get(slo_class)
-        num_tokens = len(prompt_token_ids)
-        arrival = now if arrival is None else arrival
-        deliveries: list[Delivery] = []
-        try:
-            if num_choices:
-                if self.is_draining:
-                    raise refusals.draining()
-                if not self._fleet.can_ever_fit(num_tokens):
-                    raise self._fleet.too_long(num_tokens)
-                most_tokens = num_choices * (num_tokens + (sampling.max_tokens or 0))
-                # Of the prompts that come with it nothing is known but that they have a token.
-                least_others = (num_prompts - 1) * num_choices * (1 + (sampling.max_tokens or 0))
-                self._admission.check_tenant(
-                    tenant, num_choices, most_tokens, num_prompts, least_others
-                )
-                if timeout_s is not None:
-                    self._check_deadline(tenant, tier, timeout_s, arrival + timeout_s - now, now)
-                deliveries = self._make_place(
-                    tenant, tier, num_choices, num_choices * num_tokens, now
-                )
-        except RequestError as error:
-            self._counts[tier.name].refused[error.code] += 1
-            raise
         ticket = Ticket(
             seq_id,
             self._num_added,
-            arrival,
+            now if arrival is None else arrival,
             tenant,
             tier,
             self._admission.tenants.weight(tenant),
-            num_tokens,
+            len(prompt_token_ids),
             prefix_hit=prefix_hit,
         )
+        deliveries: list[Delivery] = []
+        if num_choices:
+            deliveries = self._admit(
+                ticket, sampling.max_tokens or 0, timeout_s, num_choices, num_prompts, now
+            )
         sequence = DispatchedSequence(
             seq_id,
             list(prompt_token_ids),
-            num_tokens,
+            len(prompt_token_ids),
             sampling,
             ticket,
             timeout_s,
@@ -176,7 +158,7 @@ class Dispatcher:
         self._sequences[seq_id] = sequence
         self._admission.tenants.enter(sequence, now)
         if timeout_s is not None:
-            self._deadlines.push(arrival + timeout_s, seq_id, sequence)
+            self._deadlines.push(ticket.arrival + timeout_s, seq_id, sequence)
         self._enqueue(sequence, now, is_new=True)
         return deliveries
 
@@ -325,6 +307,37 @@ class Dispatcher:
             assert sequence.ticket.boost <= self.config.preemption.max_preemptions
             assert sequence.preempted_from is None or sequence.worker_id is None
             assert (sequence.seq_id in self._deadlines) == (sequence.timeout_s is not None)
+
+    def _admit(
+        self,
+        ticket: Ticket,
+        max_tokens: int,
+        timeout_s: float | None,
+        num_choices: int,
+        num_prompts: int,
+        now: float,
+    ) -> list[Delivery]:
+        """Check a new request as a whole, and shed what it needs gone. Raises RequestError, and
+        counts it, for one that is refused."""
+        tenant, tier, num_tokens = ticket.tenant, ticket.tier, ticket.num_prompt_tokens
+        try:
+            if self.is_draining:
+                raise refusals.draining()
+            if not self._fleet.can_ever_fit(num_tokens):
+                raise self._fleet.too_long(num_tokens)
+            most_tokens = num_choices * (num_tokens + max_tokens)
+            # Of the prompts that come with it nothing is known but that they have a token.
+            least_others = (num_prompts - 1) * num_choices * (1 + max_tokens)
+            self._admission.check_tenant(
+                tenant, num_choices, most_tokens, num_prompts, least_others
+            )
+            if timeout_s is not None:
+                left_s = ticket.arrival + timeout_s - now
+                self._check_deadline(tenant, tier, timeout_s, left_s, now)
+            return self._make_place(tenant, tier, num_choices, num_choices * num_tokens, now)
+        except RequestError as error:
+            self._counts[tier.name].refused[error.code] += 1
+            raise
 
     def _take(
         self, worker: WorkerLedger, sequence: DispatchedSequence, output: StepOutput, now: float
