@@ -3,12 +3,11 @@
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-
-import zmq
 
 from shoal.backend.chunk import Chunk
 from shoal.backend.engine_config import ConfigError
@@ -174,12 +173,14 @@ class DispatchLoop:
         self._wait()
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
-        if self._keeper.link is not None:
-            poller.register(self._keeper.link.socket, zmq.POLLIN)
-            if self._keeper.link.exit_fd >= 0:
-                poller.register(self._keeper.link.exit_fd, zmq.POLLIN)
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        link = self._keeper.link
+        if link is not None:
+            writes = select.POLLOUT if link.wants_to_write else 0
+            poller.register(link.socket, select.POLLIN | writes)
+            if link.exit_fd >= 0:
+                poller.register(link.exit_fd, select.POLLIN)
         poller.poll(TICK_MS)
 
     def _wake(self) -> None:

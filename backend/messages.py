@@ -1,4 +1,4 @@
-"""Messages between the dispatcher (in the Triton stub) and a worker, as msgpack over ZeroMQ.
+"""Messages between the dispatcher (in the Triton stub) and a worker, as msgpack over a socket pair.
 
 One tagged union each way; both ends decode with a typed decoder, so nothing is ever unpickled.
 """

@@ -7,9 +7,7 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -57,13 +55,12 @@ class TritonPythonModel:
         """Start the service; the model counts as loaded when its worker is ready."""
         name, version = args["model_name"], args["model_version"]
         _set_up_logging(f"{name}/{version}")
-        self._run_dir = _make_run_dir()
         self._parent_watch = ParentWatch(self._die)
         try:
             _check_instances(args)
             config = _read_config(_version_dir(args) / "model.yaml")
             self._responder = Responder()
-            self._service = Service(config, name, version, self._run_dir)
+            self._service = Service(config, name, version)
             self._service.start(_ProgressLog(), self._responder.holding)
         except ConfigError as error:
             self._abandon_start()
@@ -102,7 +99,6 @@ class TritonPythonModel:
         self._heartbeat.close()
         self._metrics.close()
         self._parent_watch.close()
-        shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _take(self, request: Any, reply: codec.TritonReply, returns: codec.Returns) -> None:
         control = codec.read_control(request)
@@ -125,7 +121,6 @@ class TritonPythonModel:
     def _die(self) -> None:
         """The server is dead: threads that wait for its answer would keep this process for ever."""
         log.error("the server is gone; leaving")
-        shutil.rmtree(self._run_dir, ignore_errors=True)
         os._exit(1)
 
     def _abandon_start(self) -> None:
@@ -136,7 +131,6 @@ class TritonPythonModel:
         responder = getattr(self, "_responder", None)
         if responder is not None:
             responder.close(0)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
 class _ControlAnswer:
@@ -203,14 +197,6 @@ def _read_config(path: Path) -> EngineConfig:
     if not num_prompts.isdecimal():
         raise ConfigError("SHOAL_SELF_TEST must be a number of prompts.")
     return dataclasses.replace(config, self_test=int(num_prompts))
-
-
-def _make_run_dir() -> Path:
-    """A private folder for the worker's socket."""
-    parent = os.environ.get("SHOAL_RUN_DIR")
-    if parent:
-        Path(parent).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
 
 
 def _set_up_logging(who: str) -> None:

@@ -81,7 +81,6 @@ class Service:
         config: EngineConfig,
         model_name: str,
         version: str,
-        run_dir: Path,
         *,
         spawn: Callable[[], WorkerLink] | None = None,
         text: TextParts | None = None,
@@ -89,7 +88,6 @@ class Service:
         self._config = config
         self._model_name = model_name
         self._version = version
-        self._run_dir = run_dir
         self._spawn = spawn or self._spawn_worker
         self._text = text
         self._seq_ids = itertools.count(1)
@@ -269,12 +267,12 @@ class Service:
         not fail for a cache: after one that refused to start, the next goes without a disk."""
         loop = self._loop
         if loop is None or loop.ready is None:
-            return WorkerProcess(self._config, self._run_dir)
+            return WorkerProcess(self._config)
         config = replace(self._config, self_test=0)
         if loop.was_refused and config.kv_disk_dir is not None:
             log.warning("the next worker is started without kv_disk_dir")
             config = replace(config, kv_disk_dir=None)
-        return WorkerProcess(config, self._run_dir)
+        return WorkerProcess(config)
 
     def _running_loop(self) -> DispatchLoop:
         assert self._loop is not None, "not started"

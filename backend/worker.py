@@ -4,11 +4,11 @@ Started by ``WorkerProcess``. It serves nobody but the process that started it a
 """
 
 import argparse
-import contextlib
 import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
-import zmq
 
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.frames import FrameSocket
 from shoal.backend.messages import (
     AbortSequence,
     AddSequence,
@@ -34,6 +34,8 @@ from shoal.backend.messages import (
 from shoal.scheduler.outputs import StepOutput
 
 IDLE_MS = 50  # the longest silence of an idle worker
+MAX_UNREAD_BYTES = 4 * 2**20  # by a parent that is slow
+LINGER_MS = 1000  # for it to read the last of them
 MAX_LOAD_MESSAGES = 200  # of one phase of loading
 FIRST_TOKENS_MS = 2  # about what the server's other processes take to pass a token on
 PR_SET_PDEATHSIG = 1
@@ -58,32 +60,28 @@ class EngineLike(Protocol):
 class ParentLink:
     """The worker's end of the socket."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, fd: int) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        # The parent never blocks on us, so blocking on a slow parent cannot deadlock.
-        self._socket.rcvhwm = 0
-        self._socket.linger = 1000
-        self._socket.connect(f"ipc://{path}")
+        self._socket = FrameSocket(socket.socket(fileno=fd))
 
     def send(self, message: FromWorker) -> None:
+        """Waits only where much is unread: the parent never waits for us, so that cannot deadlock,
+        but one that leaves has stopped reading and is still to be heard."""
         self._socket.send(self._encoder.encode(message))
+        while self._socket.num_waiting > MAX_UNREAD_BYTES and not self._socket.is_over:
+            self._socket.flush(timeout_ms=1000)
 
     def receive(self, timeout_ms: int) -> list[ToWorker]:
         """Everything that has arrived, waiting at most ``timeout_ms`` for the first message."""
-        if not self._socket.poll(timeout_ms):
-            return []
-        messages: list[ToWorker] = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-        return messages
+        if self._socket.num_waiting:
+            self._socket.flush()
+        messages = [self._decoder.decode(frame) for frame in self._socket.receive(timeout_ms)]
+        return [*messages, Shutdown()] if self._socket.is_over else messages
 
     def close(self) -> None:
+        self._socket.flush(timeout_ms=LINGER_MS)
         self._socket.close()
-        self._context.term()
 
 
 class Worker:
@@ -183,7 +181,7 @@ def _ignore_signals() -> None:
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Internal: started by the Shoal backend.")
-    parser.add_argument("--socket", required=True)
+    parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--parent-pid", type=int, required=True)
     return parser.parse_args(argv)
@@ -219,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     _ignore_signals()
     die_with_parent(args.parent_pid)
-    link = ParentLink(args.socket)
+    link = ParentLink(args.socket_fd)
     try:
         config = msgspec.json.decode(args.config, type=EngineConfig)
         loaded = _load(link, config)

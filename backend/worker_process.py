@@ -2,23 +2,16 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from socket import socketpair
 
 import msgspec
-import zmq
 
 from shoal.backend.engine_config import EngineConfig
+from shoal.backend.frames import FrameSocket
 from shoal.backend.messages import FromWorker, Shutdown, ToWorker
-
-# sun_path holds 108 bytes with its end mark on Linux and 104 on macOS.
-MAX_SOCKET_PATH = 100
-# The most messages one receive() decodes, so that a fast worker cannot hold its reader for ever.
-MAX_MESSAGES_PER_RECEIVE = 1024
 
 
 class WorkerProcess:
@@ -31,44 +24,36 @@ class WorkerProcess:
     def __init__(
         self,
         config: EngineConfig,
-        run_dir: Path,
         module: str = "shoal.backend.worker",
         env: dict[str, str] | None = None,
     ) -> None:
         self._config = config
-        self._run_dir = run_dir
         self._module = module
         self._env = env or {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._socket_dir: Path | None = None
+        self._socket: FrameSocket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_fd = -1
 
     def start(self) -> None:
-        """Bind the socket and start the process; its messages then tell how loading goes."""
+        """Start the process with its end of a socket pair, which has no name that anybody else
+        could reach it by; its messages then tell how loading goes."""
         assert self._process is None, "a WorkerProcess starts once"
-        self._socket_dir = _make_socket_dir(self._run_dir)
-        path = self._socket_dir / "worker.sock"
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.linger = 0
-        # Sending must never block: the dispatcher bounds what is in flight.
-        self._socket.sndhwm = 0
-        self._socket.bind(f"ipc://{path}")
-        path.chmod(0o600)
+        ours, theirs = socketpair()
+        self._socket = FrameSocket(ours)
         try:
-            self._spawn(path)
+            self._spawn(theirs.fileno())
         except BaseException:
             self.close()
             raise
+        finally:
+            theirs.close()
 
-    def _spawn(self, path: Path) -> None:
+    def _spawn(self, socket_fd: int) -> None:
         # Each side holds one end of two pipes that carry nothing: end of file means death.
         self._exit_fd, worker_end = os.pipe()
-        command = [sys.executable, "-P", "-m", self._module, "--socket", str(path)]
+        command = [sys.executable, "-P", "-m", self._module, "--socket-fd", str(socket_fd)]
         command += ["--config", msgspec.json.encode(self._config).decode()]
         command += ["--parent-pid", str(os.getpid())]
         try:
@@ -76,15 +61,15 @@ class WorkerProcess:
                 command,
                 stdin=subprocess.PIPE,
                 stdout=2,  # whatever a library prints belongs in the log
-                pass_fds=(worker_end,),
+                pass_fds=(worker_end, socket_fd),
                 env={**os.environ, **_thread_env(self._config), **self._env},
             )
         finally:
             os.close(worker_end)
 
     @property
-    def socket(self) -> "zmq.Socket[bytes]":
-        """For a zmq.Poller (POLLIN: ``receive`` has something)."""
+    def socket(self) -> FrameSocket:
+        """For a poller; readable: ``receive`` has something."""
         assert self._socket is not None, "not started, or closed"
         return self._socket
 
@@ -115,28 +100,25 @@ class WorkerProcess:
         hint = ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}"
 
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether messages wait for room; ``receive`` sends them on."""
+        return self._socket is not None and self._socket.num_waiting > 0
+
     def send(self, message: ToWorker) -> bool:
-        """Queue a message without blocking. False: the worker is gone or not connected yet."""
-        if self._socket is None:
-            return False
-        try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        """Queue a message without blocking: the dispatcher bounds what is in flight. False: the
+        worker is gone."""
+        return self._socket is not None and self._socket.send(self._encoder.encode(message))
 
     def receive(self, timeout_ms: int = 0) -> list[FromWorker]:
         """Everything that has arrived, waiting at most ``timeout_ms`` for the first message.
 
         What a worker sent before it died can still be received.
         """
-        if self._socket is None or not self._socket.poll(timeout_ms):
+        if self._socket is None:
             return []
-        messages: list[FromWorker] = []
-        with contextlib.suppress(zmq.Again):
-            while len(messages) < MAX_MESSAGES_PER_RECEIVE:
-                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-        return messages
+        self._socket.flush()
+        return [self._decoder.decode(frame) for frame in self._socket.receive(timeout_ms)]
 
     def kill(self) -> None:
         """End the process at once, hung or not, and reap it."""
@@ -147,7 +129,7 @@ class WorkerProcess:
         self._process.wait()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ask the worker to leave, kill it if it does not, and remove the socket. Idempotent."""
+        """Ask the worker to leave, kill it if it does not, and close the socket. Idempotent."""
         if self._process is not None:
             if self.send(Shutdown()):
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -158,25 +140,9 @@ class WorkerProcess:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._context is not None:
-            self._context.term()
-            self._context = None
         if self._exit_fd >= 0:
             os.close(self._exit_fd)
             self._exit_fd = -1
-        if self._socket_dir is not None:
-            shutil.rmtree(self._socket_dir, ignore_errors=True)
-            self._socket_dir = None
-
-
-def _make_socket_dir(run_dir: Path) -> Path:
-    """A new folder of mode 0700, in the system's temporary folder where run_dir is too deep."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="worker-", dir=run_dir.resolve()))
-    if len(os.fsencode(folder / "worker.sock")) > MAX_SOCKET_PATH:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="shoal-worker-"))
-    return folder
 
 
 def _thread_env(config: EngineConfig) -> dict[str, str]:

@@ -41,6 +41,7 @@ class EngineWorker:
         self._alive = True
         self.closed = False
         self.exit_fd = -1
+        self.wants_to_write = False
         self.num_steps = 0
 
     @property

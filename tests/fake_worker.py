@@ -1,6 +1,6 @@
 """The real worker process around a fake engine: it starts at once, since it imports no torch.
 
-Run as ``WorkerProcess(config, run_dir, module="fake_worker", env={"PYTHONPATH": tests folder})``.
+Run as ``WorkerProcess(config, module="fake_worker", env={"PYTHONPATH": tests folder})``.
 The engine gives every sequence its prompt's last id plus one, two, … until max_tokens.
 """
 

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from scripted_worker import ScriptedWorker, ScriptedWorkers
@@ -53,16 +52,16 @@ def request(text: str = PROMPT, **values: Any) -> RawRequest:
     return RawRequest(text_input=text, stream=True, parameters=values, **raw)
 
 
-def make_service(workers: ScriptedWorkers, run_dir: Path, **settings: Any) -> Service:
+def make_service(workers: ScriptedWorkers, **settings: Any) -> Service:
     tokenizer = make_tokenizer()
     text = TextParts(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
     config = EngineConfig(weights="fake", **settings)
-    return Service(config, "fake", "1", run_dir, spawn=workers.spawn, text=text)
+    return Service(config, "fake", "1", spawn=workers.spawn, text=text)
 
 
 @contextmanager
-def serving(workers: ScriptedWorkers, run_dir: Path, **settings: Any) -> Iterator[Service]:
-    running = make_service(workers, run_dir, **settings)
+def serving(workers: ScriptedWorkers, **settings: Any) -> Iterator[Service]:
+    running = make_service(workers, **settings)
     running.start()
     try:
         yield running

@@ -97,7 +97,7 @@ def check_tritonserver(settings: ServeSettings) -> Iterator[Finding]:
     runtime.check_python_fits(found)
     if runtime.needs_old_numpy(found.stub):
         yield _stub_numpy(settings)
-    environment = runtime.server_environment(found, Path("."), settings.cache_dir)
+    environment = runtime.server_environment(found, settings.cache_dir)
     try:
         done = subprocess.run(
             [str(found.server), "--help"], env=environment, capture_output=True, timeout=30

@@ -234,7 +234,7 @@ SERVER_STACK_BYTES = 4 << 30
 NUM_SENDING_THREADS = 4  # of each model, for what its stub sends
 
 
-def server_environment(runtime: TritonRuntime, run_dir: Path, cache_root: Path) -> dict[str, str]:
+def server_environment(runtime: TritonRuntime, cache_root: Path) -> dict[str, str]:
     """The environment of tritonserver, its stubs and our workers."""
     libpython = shared_libpython()
     libraries = [*runtime.library_dirs, *([libpython.parent] if libpython else [])]
@@ -251,7 +251,6 @@ def server_environment(runtime: TritonRuntime, run_dir: Path, cache_root: Path) 
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",  # for the workers
         "SHOAL_GUARD_STACK_BYTES": str(SERVER_STACK_BYTES),
-        "SHOAL_RUN_DIR": str(run_dir),
         "SHOAL_CACHE_DIR": str(cache_root),
     }
 

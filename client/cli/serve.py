@@ -184,7 +184,7 @@ def _server_spec(
         shm_prefix=shm_prefix,
         control_key=control_key,
     )
-    environment = server_environment(runtime, run_dir.path, settings.cache_dir)
+    environment = server_environment(runtime, settings.cache_dir)
     environment["SHOAL_LOG_LEVEL"] = settings.log_level
     if settings.self_test is not None:
         environment["SHOAL_SELF_TEST"] = str(settings.self_test)

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fake_pb_utils
@@ -33,10 +32,10 @@ WAIT_S = 20.0
 class Backend:
     """A service behind channels; tells what a client process would see."""
 
-    def __init__(self, run_dir: Path, workers: ScriptedWorkers) -> None:
+    def __init__(self, workers: ScriptedWorkers) -> None:
         self.workers = workers
         self.responder = Responder(poll_s=0.005, keep_alive_s=30)
-        self.service = make_service(workers, run_dir)
+        self.service = make_service(workers)
         self.service.start(turn=self.responder.holding)
         self.channels = Channels(self.responder, self.service)
 
@@ -61,8 +60,8 @@ class Backend:
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> Iterator[Backend]:
-    running = Backend(tmp_path, ScriptedWorkers(WorkerScript(max_num_seqs=64)))
+def backend() -> Iterator[Backend]:
+    running = Backend(ScriptedWorkers(WorkerScript(max_num_seqs=64)))
     yield running
     running.close()
     assert all(worker.closed for worker in running.workers.spawned)
@@ -242,9 +241,9 @@ def test_several_choices_and_logprobs(backend: Backend) -> None:
         assert len(entries) == 3
 
 
-def test_a_worker_that_dies_is_replayed_within_the_channel(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_replayed_within_the_channel() -> None:
     dies = WorkerScript(max_num_seqs=64, die_on=lambda worker: worker.num_steps == 7)
-    running = Backend(tmp_path, ScriptedWorkers(dies, WorkerScript(max_num_seqs=64)))
+    running = Backend(ScriptedWorkers(dies, WorkerScript(max_num_seqs=64)))
     try:
         channel = running.send("a", *(ask(ref, max_tokens=20) for ref in (1, 2)), opens=True)
         told = wait_finished(channel, 1, 2)
@@ -254,8 +253,8 @@ def test_a_worker_that_dies_is_replayed_within_the_channel(tmp_path: Path) -> No
         running.close()
 
 
-def test_stopping_answers_all_and_ends_the_channel(tmp_path: Path) -> None:
-    running = Backend(tmp_path, ScriptedWorkers(WorkerScript(max_num_seqs=64)))
+def test_stopping_answers_all_and_ends_the_channel() -> None:
+    running = Backend(ScriptedWorkers(WorkerScript(max_num_seqs=64)))
     running.workers.running.clear()
     channel = running.send("a", ask(1), ask(2), opens=True)
     until(lambda: len(running.workers.last.sequences) == 2)

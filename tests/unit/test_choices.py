@@ -1,7 +1,6 @@
 """Requests for several choices: one prompt, n sequences, and one stream of chunks."""
 
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from scripted_worker import ScriptedWorkers, WorkerScript, scripted_text
@@ -32,9 +31,9 @@ def added(workers: ScriptedWorkers) -> list[AddSequence]:
     ]
 
 
-def test_each_choice_has_its_own_answer_and_the_prompt_counts_once(tmp_path: Path) -> None:
+def test_each_choice_has_its_own_answer_and_the_prompt_counts_once() -> None:
     workers = ScriptedWorkers()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         sink = ask(running, max_tokens=7, n=3)
         answers = by_index(sink)
         assert sorted(answers) == [0, 1, 2]
@@ -70,9 +69,9 @@ def test_the_number_of_choices_is_bounded(n: object) -> None:
     assert error.value.param == "n"
 
 
-def test_choices_may_run_one_after_another(tmp_path: Path) -> None:
+def test_choices_may_run_one_after_another() -> None:
     workers = ScriptedWorkers(WorkerScript(max_num_seqs=1))
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         sink = ask(running, max_tokens=6, n=3)
         answers = by_index(sink)
         assert {answer.text for answer in answers.values()} == {scripted_text(5, 6)}
@@ -80,18 +79,18 @@ def test_choices_may_run_one_after_another(tmp_path: Path) -> None:
         assert [(end.index, end.final) for end in ends] == [(0, False), (1, False), (2, True)]
 
 
-def test_a_stop_string_ends_its_choice_alone_and_the_worker_hears_of_it(tmp_path: Path) -> None:
+def test_a_stop_string_ends_its_choice_alone_and_the_worker_hears_of_it() -> None:
     workers = ScriptedWorkers()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         text = scripted_text(5, 20)
         answers = by_index(ask(running, max_tokens=400, n=2, stop=text[3:6]))
         assert [answer.text for answer in answers.values()] == [text[:3]] * 2
         until(lambda: not workers.last.sequences)
 
 
-def test_a_cancel_ends_all_choices(tmp_path: Path) -> None:
+def test_a_cancel_ends_all_choices() -> None:
     workers = ScriptedWorkers()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         sink = Collector()
         raw = RawRequest(text_input=PROMPT, stream=True, parameters={"max_tokens": 400, "n": 3})
         seq_id = running.submit(raw, sink)
@@ -103,10 +102,10 @@ def test_a_cancel_ends_all_choices(tmp_path: Path) -> None:
         assert len(set(aborted(workers.last))) == 3
 
 
-def test_an_error_of_one_choice_is_the_requests(tmp_path: Path) -> None:
+def test_an_error_of_one_choice_is_the_requests() -> None:
     script = WorkerScript(fail_on=lambda message: message.fork_of is not None)
     workers = ScriptedWorkers(script)
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         sink = ask(running, max_tokens=400, n=2)
         assert sink.ended.wait(20)
         assert sink.chunks[-1].error is not None
@@ -114,10 +113,10 @@ def test_an_error_of_one_choice_is_the_requests(tmp_path: Path) -> None:
         assert running.counts().requests == {"error": 1}
 
 
-def test_a_queue_without_room_for_all_takes_none(tmp_path: Path) -> None:
+def test_a_queue_without_room_for_all_takes_none() -> None:
     workers = ScriptedWorkers(WorkerScript(max_num_seqs=1))
     workers.running.clear()
-    with serving(workers, tmp_path, max_queued_requests=3) as running:
+    with serving(workers, max_queued_requests=3) as running:
         first = ask(running, max_tokens=4, n=3)
         until(lambda: len(added(workers)) == 1)  # and two are queued
         refused = ask(running, max_tokens=4, n=2)
@@ -129,18 +128,16 @@ def test_a_queue_without_room_for_all_takes_none(tmp_path: Path) -> None:
         assert ask(running, max_tokens=4, n=3).ended.wait(20)
 
 
-def test_more_choices_than_can_ever_queue_are_refused_for_good(tmp_path: Path) -> None:
-    with serving(ScriptedWorkers(), tmp_path, max_queued_requests=3) as running:
+def test_more_choices_than_can_ever_queue_are_refused_for_good() -> None:
+    with serving(ScriptedWorkers(), max_queued_requests=3) as running:
         refused = ask(running, max_tokens=4, n=4)
         assert refused.ended.wait(20)
         assert refused.chunks[-1].error is not None
         assert (refused.chunks[-1].error.status, refused.chunks[-1].error.param) == (400, "n")
 
 
-def test_an_empty_queue_takes_all_choices_of_a_prompt_whatever_its_bound_in_tokens(
-    tmp_path: Path,
-) -> None:
-    with serving(ScriptedWorkers(), tmp_path, max_queued_tokens=8) as running:
+def test_an_empty_queue_takes_all_choices_of_a_prompt_whatever_its_bound_in_tokens() -> None:
+    with serving(ScriptedWorkers(), max_queued_tokens=8) as running:
         for _ in range(2):
             assert sorted(by_index(ask(running, max_tokens=4, n=3))) == [0, 1, 2]
 
@@ -149,9 +146,9 @@ def test_an_empty_queue_takes_all_choices_of_a_prompt_whatever_its_bound_in_toke
     ("limit", "param"), [({"max_requests": 2}, "n"), ({"max_tokens": 26}, "max_tokens")]
 )
 def test_choices_that_a_tenant_may_never_have_are_refused_for_good(
-    tmp_path: Path, limit: dict[str, int], param: str
+    limit: dict[str, int], param: str
 ) -> None:
-    with serving(ScriptedWorkers(), tmp_path, tenants={"*": limit}) as running:
+    with serving(ScriptedWorkers(), tenants={"*": limit}) as running:
         refused = ask(running, max_tokens=4, n=3)
         assert refused.ended.wait(20)
         error = refused.chunks[-1].error
@@ -161,11 +158,11 @@ def test_choices_that_a_tenant_may_never_have_are_refused_for_good(
         assert sorted(by_index(ask(running, max_tokens=4, n=2))) == [0, 1]
 
 
-def test_all_choices_survive_a_dead_worker(tmp_path: Path) -> None:
+def test_all_choices_survive_a_dead_worker() -> None:
     workers = ScriptedWorkers(
         WorkerScript(die_on=lambda worker: worker.num_steps == 3), WorkerScript()
     )
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         answers = by_index(ask(running, max_tokens=30, n=3))
         assert {answer.text for answer in answers.values()} == {scripted_text(5, 30)}
         assert len(workers.spawned) == 2

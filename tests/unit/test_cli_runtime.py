@@ -127,12 +127,11 @@ def test_server_gets_libraries_and_the_venv_first(
     found = locate_runtime(tmp_path)
     assert found is not None
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
-    environment = runtime.server_environment(found, tmp_path / "run", tmp_path)
+    environment = runtime.server_environment(found, tmp_path)
     libraries = environment["LD_LIBRARY_PATH"].split(":")
     assert libraries[0] == str(runtime_dir(tmp_path) / "nvidia_pytriton.libs")
     assert libraries[-1] == "/mine"
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent)
-    assert environment["SHOAL_RUN_DIR"] == str(tmp_path / "run")
 
 
 def test_command_line_names_ports_and_models(tmp_path: Path) -> None:

@@ -115,9 +115,7 @@ def random_request(seed: int, tools: bool) -> tuple[RawRequest, Check | None]:
 
 
 @contextmanager
-def serving(
-    checkpoint: Path, run_dir: Path, deaths: tuple[int, ...] = (), **settings: Any
-) -> Iterator[Any]:
+def serving(checkpoint: Path, deaths: tuple[int, ...] = (), **settings: Any) -> Iterator[Any]:
     config = EngineConfig(
         weights=str(checkpoint),
         dtype="float32",
@@ -128,7 +126,7 @@ def serving(
     workers = EngineWorkers(config, deaths)
     tokenizer = make_tokenizer()
     text = TextParts(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
-    running = Service(config, "tiny", "1", run_dir, spawn=workers.spawn, text=text)
+    running = Service(config, "tiny", "1", spawn=workers.spawn, text=text)
     running.start()
     try:
         yield running, workers
@@ -165,16 +163,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tools", [False, True])
-def test_all_at_once_and_short_of_memory_is_as_alone(
-    checkpoint: Path, tmp_path: Path, tools: bool
-) -> None:
+def test_all_at_once_and_short_of_memory_is_as_alone(checkpoint: Path, tools: bool) -> None:
     """Tools are told of in words, so that prompts with them are long and few fit at once; without
     them many do, and run out of blocks as they grow."""
     requests = [random_request(seed, tools) for seed in range(NUM_REQUESTS)]
     length = 800 if tools else 160
-    with serving(
-        checkpoint, tmp_path, max_model_len=length, num_kv_blocks=400, max_num_seqs=3
-    ) as alone:
+    with serving(checkpoint, max_model_len=length, num_kv_blocks=400, max_num_seqs=3) as alone:
         expected = [answers(submit(alone[0], request)) for request, _ in requests]
     num_ended = 0
     for (request, check), choices in zip(requests, expected, strict=True):
@@ -187,7 +181,6 @@ def test_all_at_once_and_short_of_memory_is_as_alone(
     assert num_ended > NUM_REQUESTS / 3
     with serving(
         checkpoint,
-        tmp_path,
         deaths=(60, 60),
         max_model_len=length,
         num_kv_blocks=length // 8 + 4,

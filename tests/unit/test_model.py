@@ -69,7 +69,6 @@ def start(
 ) -> TritonPythonModel:
     (tmp_path / "models" / "1").mkdir(parents=True)
     (tmp_path / "models" / "1" / "model.yaml").write_text(settings)
-    monkeypatch.setenv("SHOAL_RUN_DIR", str(tmp_path / "run"))
     tokenizer = make_tokenizer()
     text = TextParts(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
 
@@ -96,7 +95,6 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend
     model = start(tmp_path, monkeypatch, workers)
     yield Backend(model, workers)
     model.finalize()
-    assert not list((tmp_path / "run").iterdir())
 
 
 def joined(responses: list[Any]) -> str:
@@ -331,7 +329,6 @@ def test_a_bad_setting_stops_the_load_with_its_name(
     with pytest.raises(pb_utils.TritonModelException, match=named):
         start(tmp_path, monkeypatch, workers, settings, config)
     assert workers.spawned == []
-    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_worker_that_cannot_load_stops_the_load(
@@ -340,7 +337,6 @@ def test_a_worker_that_cannot_load_stops_the_load(
     workers = ScriptedWorkers(WorkerScript(load_error="max_model_len must be at most 4096."))
     with pytest.raises(pb_utils.TritonModelException, match="at most 4096"):
         start(tmp_path, monkeypatch, workers)
-    assert not list((tmp_path / "run").iterdir())
 
 
 def test_half_a_surrogate_pair_is_sent_as_a_replacement() -> None:

@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +27,8 @@ from shoal.backend.messages import AddSequence
 from shoal.scheduler.sequence import FinishReason
 
 
-def test_a_whole_answer(tmp_path: Path) -> None:
-    with serving(ScriptedWorkers(), tmp_path) as running:
+def test_a_whole_answer() -> None:
+    with serving(ScriptedWorkers()) as running:
         sink = ask(running, max_tokens=7)
         answer = sink.wait()
         assert answer.text == scripted_text(5, 7)
@@ -39,17 +38,17 @@ def test_a_whole_answer(tmp_path: Path) -> None:
         assert bytes(answer.token_ids).decode() == answer.text
 
 
-def test_the_prompt_is_echoed_once_when_asked_for(tmp_path: Path) -> None:
-    with serving(ScriptedWorkers(), tmp_path) as running:
+def test_the_prompt_is_echoed_once_when_asked_for() -> None:
+    with serving(ScriptedWorkers()) as running:
         sink = Collector()
         running.submit(RawRequest(text_input=PROMPT, parameters={"max_tokens": 3}), sink)
         assert sink.wait().text == PROMPT + scripted_text(5, 3)
         assert sink.wait().num_new_tokens == 3
 
 
-def test_a_stop_string_ends_the_sequence_in_the_worker_too(tmp_path: Path) -> None:
+def test_a_stop_string_ends_the_sequence_in_the_worker_too() -> None:
     workers = ScriptedWorkers()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         text = scripted_text(5, 20)
         answer = ask(running, max_tokens=400, stop=text[3:6]).wait()
         assert answer.text == text[:3]
@@ -58,8 +57,8 @@ def test_a_stop_string_ends_the_sequence_in_the_worker_too(tmp_path: Path) -> No
         until(lambda: running.status()["free_blocks"] == 1000)
 
 
-def test_logprobs_come_with_the_tokens_they_belong_to(tmp_path: Path) -> None:
-    with serving(ScriptedWorkers(), tmp_path) as running:
+def test_logprobs_come_with_the_tokens_they_belong_to() -> None:
+    with serving(ScriptedWorkers()) as running:
         answer = ask(running, max_tokens=3, logprobs=2).wait()
         assert [entry.sampled.token_id for entry in answer.logprobs] == list(answer.token_ids)
         assert [entry.sampled.text for entry in answer.logprobs] == list(scripted_text(5, 3))
@@ -67,8 +66,8 @@ def test_logprobs_come_with_the_tokens_they_belong_to(tmp_path: Path) -> None:
         assert answer.cumulative_logprob == pytest.approx(-1.5)
 
 
-def test_a_cumulative_logprob_alone_makes_the_sampler_report(tmp_path: Path) -> None:
-    with serving(ScriptedWorkers(), tmp_path) as running:
+def test_a_cumulative_logprob_alone_makes_the_sampler_report() -> None:
+    with serving(ScriptedWorkers()) as running:
         answer = ask(running, max_tokens=4, return_cumulative_logprob=True).wait()
         assert answer.cumulative_logprob == pytest.approx(-2.0)
         assert ask(running, max_tokens=4).wait().cumulative_logprob is None
@@ -85,9 +84,9 @@ def test_a_cumulative_logprob_alone_makes_the_sampler_report(tmp_path: Path) -> 
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_one_works(
-    tmp_path: Path, values: dict[str, Any], param: str
+    values: dict[str, Any], param: str
 ) -> None:
-    with serving(ScriptedWorkers(), tmp_path) as running:
+    with serving(ScriptedWorkers()) as running:
         refusal = ask(running, **values).wait()
         assert refusal.error is not None
         assert (refusal.error.status, refusal.error.param) == (400, param)
@@ -95,10 +94,8 @@ def test_a_bad_request_is_refused_and_the_next_one_works(
         assert ask(running, max_tokens=1).wait().error is None
 
 
-def test_a_fault_of_ours_in_intake_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(ScriptedWorkers(), tmp_path) as running:
+def test_a_fault_of_ours_in_intake_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(ScriptedWorkers()) as running:
         monkeypatch.setattr(service.Intake, "prepare", lambda self, raw, salt: 1 // 0)
         error = ask(running).wait().error
         assert error is not None
@@ -106,9 +103,9 @@ def test_a_fault_of_ours_in_intake_is_answered(
         assert "ZeroDivision" not in error.message
 
 
-def test_cancel_while_it_runs_frees_the_worker(tmp_path: Path) -> None:
+def test_cancel_while_it_runs_frees_the_worker() -> None:
     workers = ScriptedWorkers()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         sink = Collector()
         seq_id = running.submit(request(max_tokens=500), sink)
         assert sink.started.wait(WAIT_S)
@@ -121,9 +118,9 @@ def test_cancel_while_it_runs_frees_the_worker(tmp_path: Path) -> None:
         running.cancel(10**9)
 
 
-def test_cancel_in_the_queue_never_reaches_the_worker(tmp_path: Path) -> None:
+def test_cancel_in_the_queue_never_reaches_the_worker() -> None:
     workers = ScriptedWorkers(WorkerScript(max_num_seqs=1))
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         workers.running.clear()
         first = ask(running, max_tokens=5)
         until(lambda: len(workers.last.sequences) == 1)
@@ -137,9 +134,9 @@ def test_cancel_in_the_queue_never_reaches_the_worker(tmp_path: Path) -> None:
         assert len([m for m in workers.last.received if isinstance(m, AddSequence)]) == 1
 
 
-def test_cancel_while_it_is_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_while_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = ScriptedWorkers()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         entered, go_on = threading.Event(), threading.Event()
         prepare = service.Intake.prepare
 
@@ -160,9 +157,9 @@ def test_cancel_while_it_is_tokenised(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len([m for m in workers.last.received if isinstance(m, AddSequence)]) == 1
 
 
-def test_a_full_queue_says_when_to_retry(tmp_path: Path) -> None:
+def test_a_full_queue_says_when_to_retry() -> None:
     workers = ScriptedWorkers(WorkerScript(max_num_seqs=1))
-    with serving(workers, tmp_path, max_queued_requests=2) as running:
+    with serving(workers, max_queued_requests=2) as running:
         workers.running.clear()
         first = ask(running, max_tokens=2)
         until(lambda: len(workers.last.sequences) == 1)
@@ -176,10 +173,8 @@ def test_a_full_queue_says_when_to_retry(tmp_path: Path) -> None:
         assert {sink.wait().finish_reason for sink in [first, *others]} == {FinishReason.LENGTH}
 
 
-def test_a_flood_beyond_the_intake_pool_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(ScriptedWorkers(), tmp_path, max_queued_requests=3) as running:
+def test_a_flood_beyond_the_intake_pool_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(ScriptedWorkers(), max_queued_requests=3) as running:
         go_on = threading.Event()
         prepare = service.Intake.prepare
 
@@ -197,10 +192,10 @@ def test_a_flood_beyond_the_intake_pool_is_refused_at_once(
         assert all(sink.wait().error is None for sink in sinks[:3])
 
 
-def test_a_dead_worker_changes_no_text(tmp_path: Path) -> None:
+def test_a_dead_worker_changes_no_text() -> None:
     dying = WorkerScript(die_on=lambda worker: worker.num_steps == 4)
     workers = ScriptedWorkers(dying, WorkerScript())
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         sinks = [ask(running, "x" * n, max_tokens=20) for n in (3, 4, 5)]
         for n, sink in zip((3, 4, 5), sinks, strict=True):
             answer = sink.wait()
@@ -211,16 +206,14 @@ def test_a_dead_worker_changes_no_text(tmp_path: Path) -> None:
         assert running.status()["step"] >= 20, "steps of the dead worker count too"
 
 
-def test_a_sequence_that_kills_workers_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_that_kills_workers_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_keeper, "FIRST_BACKOFF_S", 0.0)
 
     def poisoned(worker: ScriptedWorker) -> bool:
         return any(len(m.token_ids) == 66 for m in worker.sequences.values())
 
     workers = ScriptedWorkers(WorkerScript(die_on=poisoned))
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         good = [ask(running, "x" * n, max_tokens=30) for n in (3, 4, 5)]
         bad = ask(running, "p" * 66, max_tokens=30)
         error = bad.wait().error
@@ -229,9 +222,9 @@ def test_a_sequence_that_kills_workers_fails_alone(
         assert [sink.wait().text for sink in good] == [scripted_text(n, 30) for n in (3, 4, 5)]
 
 
-def test_a_sequence_that_fails_in_the_worker_fails_alone(tmp_path: Path) -> None:
+def test_a_sequence_that_fails_in_the_worker_fails_alone() -> None:
     workers = ScriptedWorkers(WorkerScript(fail_on=lambda message: message.num_prompt_tokens == 3))
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         good, bad = ask(running, "xxxx", max_tokens=9), ask(running, "xxx", max_tokens=9)
         error = bad.wait().error
         assert error is not None
@@ -239,9 +232,9 @@ def test_a_sequence_that_fails_in_the_worker_fails_alone(tmp_path: Path) -> None
         assert good.wait().text == scripted_text(4, 9)
 
 
-def test_a_grammar_that_breaks_on_its_way_is_the_clients_fault(tmp_path: Path) -> None:
+def test_a_grammar_that_breaks_on_its_way_is_the_clients_fault() -> None:
     script = WorkerScript(fail_on=lambda message: True, fault="guided_regex")
-    with serving(ScriptedWorkers(script), tmp_path) as running:
+    with serving(ScriptedWorkers(script)) as running:
         error = ask(running).wait().error
         assert error is not None
         assert (error.status, error.code) == (400, "unsupported_grammar")
@@ -249,7 +242,7 @@ def test_a_grammar_that_breaks_on_its_way_is_the_clients_fault(tmp_path: Path) -
 
 
 def test_output_that_cannot_be_processed_fails_its_request_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     push = dispatch_loop.OutputProcessor.push
 
@@ -260,7 +253,7 @@ def test_output_that_cannot_be_processed_fails_its_request_alone(
 
     monkeypatch.setattr(dispatch_loop.OutputProcessor, "push", broken)
     workers = ScriptedWorkers()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         bad, good = ask(running, max_tokens=400, min_tokens=1), ask(running, max_tokens=9)
         error = bad.wait().error
         assert error is not None
@@ -270,10 +263,10 @@ def test_output_that_cannot_be_processed_fails_its_request_alone(
 
 
 def test_only_the_first_worker_tests_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = spawned_configs(monkeypatch)
-    served = service.Service(EngineConfig("fake", self_test=3), "fake", "1", tmp_path)
+    served = service.Service(EngineConfig("fake", self_test=3), "fake", "1")
     served._spawn()
     served._loop = loop_with(ready=None)
     served._spawn()
@@ -283,10 +276,10 @@ def test_only_the_first_worker_tests_itself(
 
 
 def test_a_disk_folder_that_went_bad_keeps_no_worker_from_coming_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = spawned_configs(monkeypatch)
-    served = service.Service(EngineConfig("fake", kv_disk_dir="kv"), "fake", "1", tmp_path)
+    served = service.Service(EngineConfig("fake", kv_disk_dir="kv"), "fake", "1")
     for refused, ready in ((True, None), (False, "a worker was ready"), (True, "one was ready")):
         served._loop = loop_with(ready, refused)
         served._spawn()
@@ -295,7 +288,7 @@ def test_a_disk_folder_that_went_bad_keeps_no_worker_from_coming_back(
 
 def spawned_configs(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     asked: list[EngineConfig] = []
-    monkeypatch.setattr(service, "WorkerProcess", lambda config, run_dir: asked.append(config))
+    monkeypatch.setattr(service, "WorkerProcess", lambda config: asked.append(config))
     return asked
 
 
@@ -303,48 +296,46 @@ def loop_with(ready: object, was_refused: bool = False) -> Any:
     return SimpleNamespace(ready=ready, was_refused=was_refused)
 
 
-def test_a_hung_worker_is_killed_and_replaced(tmp_path: Path) -> None:
+def test_a_hung_worker_is_killed_and_replaced() -> None:
     workers = ScriptedWorkers(WorkerScript(silent=True), WorkerScript())
-    with serving(workers, tmp_path, worker_stall_timeout_s=1) as running:
+    with serving(workers, worker_stall_timeout_s=1) as running:
         assert ask(running, max_tokens=6).wait().text == scripted_text(5, 6)
         assert workers.spawned[0].killed
         assert running.status()["worker_restarts"] == 1
 
 
 def test_a_silent_worker_is_not_ready_long_before_it_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service, "STUCK_AFTER_S", 0.1)
     workers = ScriptedWorkers(WorkerScript(silent=True))
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         until(lambda: running.status()["state"] == "stuck")
 
 
-def test_a_worker_that_refuses_to_load_stops_the_start(tmp_path: Path) -> None:
+def test_a_worker_that_refuses_to_load_stops_the_start() -> None:
     phases: list[str] = []
-    running = make_service(ScriptedWorkers(WorkerScript(load_error="max_model_len: 9")), tmp_path)
+    running = make_service(ScriptedWorkers(WorkerScript(load_error="max_model_len: 9")))
     with pytest.raises(ConfigError, match="max_model_len: 9"):
         running.start(lambda phase, done, total: phases.append(phase))
     running.stop(0)
     assert phases == ["weights"]
 
 
-def test_a_worker_that_dies_loading_stops_the_start(tmp_path: Path) -> None:
+def test_a_worker_that_dies_loading_stops_the_start() -> None:
     workers = ScriptedWorkers(WorkerScript(dies_loading=True))
-    running = make_service(workers, tmp_path)
+    running = make_service(workers)
     with pytest.raises(ConfigError, match="ended while loading"):
         running.start()
     running.stop(0)
     assert len(workers.spawned) == 1
 
 
-def test_no_worker_at_all_is_said_to_those_who_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_worker_at_all_is_said_to_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_keeper, "FIRST_BACKOFF_S", 0.0)
     dying = WorkerScript(die_on=lambda worker: True)
     workers = ScriptedWorkers(dying, WorkerScript(dies_loading=True))
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         error = ask(running).wait().error
         assert error is not None
         assert (error.status, error.code) == (503, "worker_unavailable")
@@ -355,9 +346,9 @@ def test_no_worker_at_all_is_said_to_those_who_wait(
         assert later.status == 503
 
 
-def test_stop_lets_open_requests_finish(tmp_path: Path) -> None:
+def test_stop_lets_open_requests_finish() -> None:
     workers = ScriptedWorkers()
-    running = make_service(workers, tmp_path)
+    running = make_service(workers)
     running.start()
     workers.running.clear()
     sink = ask(running, max_tokens=8)
@@ -374,9 +365,9 @@ def test_stop_lets_open_requests_finish(tmp_path: Path) -> None:
     assert workers.last.closed
 
 
-def test_stop_fails_what_does_not_finish_in_time(tmp_path: Path) -> None:
+def test_stop_fails_what_does_not_finish_in_time() -> None:
     workers = ScriptedWorkers()
-    running = make_service(workers, tmp_path)
+    running = make_service(workers)
     running.start()
     workers.running.clear()
     sink = ask(running, max_tokens=8)
@@ -391,8 +382,8 @@ def test_stop_fails_what_does_not_finish_in_time(tmp_path: Path) -> None:
     running.stop(0)
 
 
-def test_status_and_counts_say_what_clients_saw(tmp_path: Path) -> None:
-    with serving(ScriptedWorkers(), tmp_path) as running:
+def test_status_and_counts_say_what_clients_saw() -> None:
+    with serving(ScriptedWorkers()) as running:
         answers = [ask(running, max_tokens=n).wait() for n in (2, 3, 4)]
         ask(running, temperature=-1).wait()
         until(lambda: running.status()["num_running"] == 0)
@@ -408,12 +399,12 @@ def test_status_and_counts_say_what_clients_saw(tmp_path: Path) -> None:
         assert counts.prompt_tokens == 15
 
 
-def test_every_request_gets_exactly_one_final_chunk(tmp_path: Path) -> None:
+def test_every_request_gets_exactly_one_final_chunk() -> None:
     """Random lengths, cancels at random times, stop strings, bad input and two dead workers."""
     rng = random.Random(5)
     plans = [WorkerScript(die_on=lambda worker: worker.num_steps == 15)] * 2
     workers = ScriptedWorkers(*plans, WorkerScript(max_num_seqs=4))
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         sinks: list[Collector] = []
         for _ in range(150):
             sink = Collector()

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,9 +42,9 @@ def ask_in_order(running: Service, *asks: tuple[str, dict[str, Any]]) -> list[Co
     return sinks
 
 
-def test_the_policy_of_the_settings_orders_the_queue(tmp_path: Path) -> None:
+def test_the_policy_of_the_settings_orders_the_queue() -> None:
     workers = one_slot()
-    with serving(workers, tmp_path, policy="priority", tiers=TIERS, max_preemptions=0) as running:
+    with serving(workers, policy="priority", tiers=TIERS, max_preemptions=0) as running:
         workers.running.clear()
         sinks = ask_in_order(
             running,
@@ -60,9 +59,9 @@ def test_the_policy_of_the_settings_orders_the_queue(tmp_path: Path) -> None:
         assert order_of(workers) == [1, 4, 3, 2]
 
 
-def test_tenants_take_turns(tmp_path: Path) -> None:
+def test_tenants_take_turns() -> None:
     workers = one_slot()
-    with serving(workers, tmp_path, policy="vtc") as running:
+    with serving(workers, policy="vtc") as running:
         workers.running.clear()
         flood = [("a" * length, {"tenant": "flood"}) for length in range(1, 6)]
         sinks = ask_in_order(running, *flood, ("a" * 9, {"tenant": "light"}))
@@ -72,16 +71,16 @@ def test_tenants_take_turns(tmp_path: Path) -> None:
         assert order_of(workers).index(9) <= 2
 
 
-def test_an_unknown_class_is_refused_by_name(tmp_path: Path) -> None:
-    with serving(ScriptedWorkers(), tmp_path, tiers=TIERS) as running:
+def test_an_unknown_class_is_refused_by_name() -> None:
+    with serving(ScriptedWorkers(), tiers=TIERS) as running:
         error = error_of(ask(running, slo_class="gold"))
         assert (error.status, error.param) == (400, "slo_class")
         assert "high, standard, low" in error.message
         assert ask(running, slo_class="low", max_tokens=2).wait().error is None
 
 
-def test_class_and_timeout_may_come_in_the_sampling_json(tmp_path: Path) -> None:
-    with serving(ScriptedWorkers(), tmp_path, tiers=TIERS) as running:
+def test_class_and_timeout_may_come_in_the_sampling_json() -> None:
+    with serving(ScriptedWorkers(), tiers=TIERS) as running:
         good = '{"max_tokens": 2, "slo_class": "low", "timeout": 60000}'
         assert ask(running, sampling_parameters=good).wait().error is None
         bad = '{"max_tokens": 2, "slo_class": "gold"}'
@@ -90,9 +89,9 @@ def test_class_and_timeout_may_come_in_the_sampling_json(tmp_path: Path) -> None
         assert error_of(ask(running, sampling_parameters=tenant)).code == "unknown_parameter"
 
 
-def test_a_request_past_the_operators_cap_ends_as_at_its_timeout(tmp_path: Path) -> None:
+def test_a_request_past_the_operators_cap_ends_as_at_its_timeout() -> None:
     workers = one_slot()
-    with serving(workers, tmp_path, max_request_seconds=1) as running:
+    with serving(workers, max_request_seconds=1) as running:
         workers.running.clear()
         error = error_of(ask(running, max_tokens=3))
         assert (error.status, error.code, error.param) == (408, "timeout", "timeout")
@@ -101,9 +100,9 @@ def test_a_request_past_the_operators_cap_ends_as_at_its_timeout(tmp_path: Path)
 
 
 @pytest.mark.parametrize("is_queued", [False, True])
-def test_a_timeout_ends_a_request_and_frees_its_place(tmp_path: Path, is_queued: bool) -> None:
+def test_a_timeout_ends_a_request_and_frees_its_place(is_queued: bool) -> None:
     workers = one_slot()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         workers.running.clear()
         first = ask(running, max_tokens=3) if is_queued else None
         if first is not None:
@@ -118,10 +117,10 @@ def test_a_timeout_ends_a_request_and_frees_its_place(tmp_path: Path, is_queued:
         until(lambda: running.status()["free_blocks"] == 1000)
 
 
-def test_a_higher_tier_sheds_and_a_lower_one_is_refused(tmp_path: Path) -> None:
+def test_a_higher_tier_sheds_and_a_lower_one_is_refused() -> None:
     workers = one_slot()
     settings = {"tiers": TIERS, "max_queued_requests": 2, "policy": "priority"}
-    with serving(workers, tmp_path, **settings) as running:
+    with serving(workers, **settings) as running:
         workers.running.clear()
         ask_in_order(running, ("a", {}))
         until(lambda: len(workers.last.sequences) == 1)
@@ -138,10 +137,10 @@ def test_a_higher_tier_sheds_and_a_lower_one_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_refuses_before_the_prompt_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = one_slot()
-    with serving(workers, tmp_path, max_queued_requests=1) as running:
+    with serving(workers, max_queued_requests=1) as running:
         workers.running.clear()
         ask_in_order(running, ("a", {}))
         until(lambda: len(workers.last.sequences) == 1)
@@ -154,10 +153,10 @@ def test_a_full_queue_refuses_before_the_prompt_is_looked_at(
         assert not prepare.is_set()
 
 
-def test_a_high_tier_takes_the_place_of_a_low_one_and_no_text_is_lost(tmp_path: Path) -> None:
+def test_a_high_tier_takes_the_place_of_a_low_one_and_no_text_is_lost() -> None:
     workers = one_slot()
     settings = {"tiers": TIERS, "policy": "priority", "min_run_s": 0.0}
-    with serving(workers, tmp_path, **settings) as running:
+    with serving(workers, **settings) as running:
         low = ask(running, slo_class="low", max_tokens=400)
         assert low.started.wait(10)
         workers.running.clear()
@@ -171,9 +170,9 @@ def test_a_high_tier_takes_the_place_of_a_low_one_and_no_text_is_lost(tmp_path: 
         assert running._running_loop().status.num_made_way >= 1
 
 
-def test_tenant_limits_hold(tmp_path: Path) -> None:
+def test_tenant_limits_hold() -> None:
     workers = ScriptedWorkers()
-    with serving(workers, tmp_path, tenants={"*": {"max_requests": 1}}) as running:
+    with serving(workers, tenants={"*": {"max_requests": 1}}) as running:
         workers.running.clear()
         (first,) = ask_in_order(running, ("a", {"tenant": "blue"}))
         assert error_of(ask(running, tenant="blue")).code == "tenant_limit"
@@ -197,10 +196,10 @@ def test_tenant_limits_hold(tmp_path: Path) -> None:
     ],
 )
 def test_prompts_that_come_together_and_never_fit_are_refused_for_good(
-    tmp_path: Path, limits: dict[str, int], fields: dict[str, Any], is_for_good: bool
+    limits: dict[str, int], fields: dict[str, Any], is_for_good: bool
 ) -> None:
     given = {"max_tokens": 2, **fields}
-    with serving(ScriptedWorkers(), tmp_path, tenants={"blue": limits}) as running:
+    with serving(ScriptedWorkers(), tenants={"blue": limits}) as running:
         error = ask(running, "a", tenant="blue", **given).wait().error
         if is_for_good:
             assert error is not None
@@ -214,9 +213,9 @@ def test_prompts_that_come_together_and_never_fit_are_refused_for_good(
             assert (error.status, error.param) == (400, "num_prompts")
 
 
-def test_a_deadline_past_the_drain_estimate_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_deadline_past_the_drain_estimate_is_refused_at_once() -> None:
     workers = one_slot()
-    with serving(workers, tmp_path) as running:
+    with serving(workers) as running:
         sinks = [ask(running, max_tokens=400) for _ in range(150)]
         until(lambda: running._running_loop().status.drain.wait_s() > 0.2)
         began = time.monotonic()

@@ -1,17 +1,19 @@
 import os
 import select
 import signal
-import stat
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from tiny_checkpoint import write_tiny_checkpoint
 
 from shoal.backend.engine_config import EngineConfig
+from shoal.backend.frames import FrameSocket
 from shoal.backend.messages import (
     AbortSequence,
     AddSequence,
@@ -22,7 +24,7 @@ from shoal.backend.messages import (
     WorkerReady,
     WorkerStatus,
 )
-from shoal.backend.worker import FIRST_TOKENS_MS, IDLE_MS, LoadReporter, Worker
+from shoal.backend.worker import FIRST_TOKENS_MS, IDLE_MS, LoadReporter, ParentLink, Worker
 from shoal.backend.worker_process import WorkerProcess
 from shoal.scheduler.outputs import SampledToken, StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
@@ -99,9 +101,9 @@ def config_for(checkpoint, **settings):
 
 
 @pytest.fixture(scope="module")
-def real_worker(checkpoint, tmp_path_factory):
+def real_worker(checkpoint):
     config = config_for(checkpoint, dtype="float32")
-    worker = WorkerProcess(config, tmp_path_factory.mktemp("run"))
+    worker = WorkerProcess(config)
     worker.start()
     worker.start_messages = receive_until(worker, is_a(WorkerReady))
     yield worker
@@ -166,8 +168,8 @@ def test_a_sequence_that_cannot_run_is_answered_and_the_next_one_runs(real_worke
         ({"step_log": "/proc/no/steps.jsonl"}, "step_log"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why(checkpoint, tmp_path, settings, message):
-    worker = WorkerProcess(config_for(checkpoint, **settings), tmp_path)
+def test_a_worker_that_cannot_start_says_why(checkpoint, settings, message):
+    worker = WorkerProcess(config_for(checkpoint, **settings))
     worker.start()
     *_, failed = receive_until(worker, is_a(LoadFailed))
     assert select.select([worker.exit_fd], [], [], PATIENCE_S)[0]
@@ -177,8 +179,8 @@ def test_a_worker_that_cannot_start_says_why(checkpoint, tmp_path, settings, mes
 
 
 @pytest.fixture
-def fake_worker(tmp_path):
-    worker = WorkerProcess(EngineConfig(weights="fake"), tmp_path, **FAKE)
+def fake_worker():
+    worker = WorkerProcess(EngineConfig(weights="fake"), **FAKE)
     worker.start()
     receive_until(worker, is_a(WorkerReady))
     yield worker
@@ -190,28 +192,17 @@ def test_an_idle_worker_shows_that_it_lives(fake_worker):
     assert len(statuses) == 3
 
 
-def test_nobody_else_can_reach_the_socket(fake_worker, tmp_path):
-    (folder,) = tmp_path.iterdir()
-    (socket,) = folder.iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE(socket.stat().st_mode) == 0o600
+def test_the_socket_has_no_name_and_ends_with_the_worker(fake_worker):
+    fd = fake_worker.socket.fileno()
+    assert os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    (line,) = [
+        row.split()
+        for row in Path("/proc/net/unix").read_text().splitlines()
+        if row.split()[6] == str(os.stat(fd).st_ino)
+    ]
+    assert len(line) == 7  # the eighth would be its path
     fake_worker.close()
     assert fake_worker.exit_code == 0
-    assert not folder.exists()
-
-
-def test_generations_have_different_sockets(fake_worker, tmp_path):
-    other = WorkerProcess(EngineConfig(weights="fake"), tmp_path, **FAKE)
-    other.start()
-    assert len(list(tmp_path.iterdir())) == 2
-    other.close()
-
-
-def test_a_deep_run_dir_still_gets_a_socket(tmp_path):
-    worker = WorkerProcess(EngineConfig(weights="fake"), tmp_path / ("deep" * 30), **FAKE)
-    worker.start()
-    receive_until(worker, is_a(WorkerReady))
-    worker.close()
 
 
 def test_signals_meant_for_the_whole_group_do_not_end_it(fake_worker):
@@ -227,18 +218,34 @@ def test_a_killed_worker_is_noticed(fake_worker):
     fake_worker.kill()  # reaps
     assert not fake_worker.is_alive()
     assert "SIGKILL" in fake_worker.describe_exit()
-    deadline = time.monotonic() + PATIENCE_S
-    while fake_worker.send(AbortSequence(1)):  # ZeroMQ notices a moment later
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert not fake_worker.send(AbortSequence(1))
     assert all(isinstance(message, WorkerStatus) for message in fake_worker.receive())
 
 
 def test_what_a_worker_sent_before_it_died_is_received(fake_worker):
     fake_worker.send(add(1, 3))
-    assert fake_worker.socket.poll(PATIENCE_S * 1000)
+    assert select.select([fake_worker.socket], [], [], PATIENCE_S)[0]
     fake_worker.kill()
     assert fake_worker.receive()
+
+
+def test_a_worker_nobody_reads_goes_on_and_leaves_when_told():
+    ours, theirs = socket.socketpair()
+    link = ParentLink(theirs.detach())
+    message = LoadProgress("x" * 1000)
+    for _ in range(300):  # as much as the socket takes, and some more
+        link.send(message)
+    parent = FrameSocket(ours)
+    assert parent.send(msgspec.msgpack.encode(Shutdown()))
+    assert link.receive(timeout_ms=1000) == [Shutdown()]
+    frames = []
+    while len(frames) < 300:
+        frames += parent.receive()
+        link.receive(timeout_ms=0)
+    assert {msgspec.msgpack.decode(frame, type=LoadProgress) for frame in frames} == {message}
+    parent.close()
+    assert link.receive(timeout_ms=1000) == [Shutdown()]
+    link.close()
 
 
 def test_a_hung_worker_is_ended_by_close(fake_worker):
@@ -250,13 +257,13 @@ def test_a_hung_worker_is_ended_by_close(fake_worker):
 
 PARENT = """
 import sys, time
-from pathlib import Path
 from shoal.backend.engine_config import EngineConfig
+from shoal.backend.frames import FrameSocket
 from shoal.backend.messages import WorkerReady
 from shoal.backend.worker_process import WorkerProcess
 
 worker = WorkerProcess(
-    EngineConfig(weights="fake"), Path(sys.argv[1]), "fake_worker", {"PYTHONPATH": sys.argv[2]}
+    EngineConfig(weights="fake"), "fake_worker", {"PYTHONPATH": sys.argv[1]}
 )
 worker.start()
 while not any(isinstance(m, WorkerReady) for m in worker.receive(1000)):
@@ -266,9 +273,9 @@ time.sleep(600)
 """
 
 
-def test_a_worker_ends_with_its_parent(tmp_path):
+def test_a_worker_ends_with_its_parent():
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path), str(TESTS)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, str(TESTS)], stdout=subprocess.PIPE, text=True
     ) as parent:
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
