@@ -142,7 +142,7 @@ class CacheStatus(_Totalled, frozen=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
-    """Headroom and progress, after every step and at least every 50 ms while idle."""
+    """Headroom and progress, after every step or two and at least every 50 ms while idle."""
 
     step: int
     free_blocks: int
@@ -154,7 +154,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepResults(msgspec.Struct, frozen=True, tag=True):
-    """All outputs of one step in one message, with the status after it."""
+    """All outputs of one step or two in one message, with the status after it."""
 
     outputs: list[StepOutput]
     status: WorkerStatus

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Protocol
@@ -19,6 +20,7 @@ import msgspec
 
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.frames import FrameSocket
+from shoal.backend.held_outputs import HeldOutputs
 from shoal.backend.messages import (
     AbortSequence,
     AddSequence,
@@ -92,6 +94,7 @@ class Worker:
         self._engine = engine
         self._link = link
         self._leaves_no_core = leaves_no_core
+        self._held = HeldOutputs()
         self._leaving = False
 
     def run(self) -> None:
@@ -109,9 +112,14 @@ class Worker:
         if not self._engine.has_unfinished:
             self._link.send(self._engine.status)
             return IDLE_MS
+        started = time.monotonic()
         outputs = self._engine.step()
+        step_s = time.monotonic() - started
+        sent = self._held.take(outputs, step_s, self._engine.has_unfinished)
+        if outputs and not sent:
+            return 0
         status = self._engine.status
-        self._link.send(StepResults(outputs, status))
+        self._link.send(StepResults(sent, status))
         if not self._engine.made_progress:
             # Nothing changes until a message comes: do not spin.
             return IDLE_MS
@@ -125,6 +133,7 @@ class Worker:
                 self._engine.add(message)
             case AbortSequence():
                 self._engine.abort(message.seq_id)
+                self._held.forget(message.seq_id)
             case Shutdown():
                 self._leaving = True
 
