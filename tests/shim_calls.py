@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from fake_triton import MODEL, Piece, Request
+from fake_pieces import Piece, Request
+from fake_triton import MODEL
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 import trustme
-from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request, echo_script
+from fake_pieces import Piece, Request, echo_script
+from fake_triton import MODEL, FakeModel, FakeTriton
 from shim_thread import ShimThread, wait_until
 from starlette.datastructures import Headers
 from typer.testing import CliRunner

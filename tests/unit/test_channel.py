@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request
+from fake_pieces import Piece, Request
+from fake_triton import MODEL, FakeModel, FakeTriton
 
 from shoal.backend.channel_messages import ACK_EVERY
 from shoal.client import channel_stream

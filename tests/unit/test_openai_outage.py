@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_triton import MODEL, FakeTriton, Piece, Request
+from fake_pieces import Piece, Request
+from fake_triton import MODEL, FakeTriton
 from shim_thread import ShimThread, wait_until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request, echo_script
+from fake_pieces import Piece, Request, echo_script
+from fake_triton import MODEL, FakeModel, FakeTriton
 from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai_shapes import check, sse_events

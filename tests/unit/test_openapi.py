@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from fake_triton import FakeModel, FakeTriton, Piece, Request
+from fake_pieces import Piece, Request
+from fake_triton import FakeModel, FakeTriton
 from shim_thread import ShimThread
 
 from shoal.client.openai.app import create_app

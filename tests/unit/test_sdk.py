@@ -4,7 +4,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request
+from fake_pieces import Piece, Request
+from fake_triton import MODEL, FakeModel, FakeTriton
 
 from shoal.client.errors import ShoalError
 from shoal.client.sdk import AsyncClient, Client

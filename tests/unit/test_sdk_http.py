@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request, echo_script
+from fake_pieces import Piece, Request, echo_script
+from fake_triton import MODEL, FakeModel, FakeTriton
 from shim_thread import ShimThread
 
 from shoal.client import http_transport

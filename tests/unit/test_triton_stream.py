@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request
+from fake_pieces import Piece, Request
+from fake_triton import MODEL, FakeModel, FakeTriton
 from shim_thread import wait_until
 
 from shoal.client.errors import ShoalError, unavailable

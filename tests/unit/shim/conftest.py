@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from fake_triton import FakeModel, FakeTriton, echo_script
+from fake_pieces import echo_script
+from fake_triton import FakeModel, FakeTriton
 from shim_thread import ShimThread
 
 

@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_triton import MODEL, FakeModel, Piece, echo_script
+from fake_pieces import Piece, echo_script
+from fake_triton import MODEL, FakeModel
 from shim_thread import ShimThread
 
 from shoal.load.live_client import LiveClient, LiveRecord, LiveRequest

@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_triton import MODEL, FakeModel, Piece, Request
+from fake_pieces import Piece, Request
+from fake_triton import MODEL, FakeModel
 from shim_calls import CHAT, COMPLETIONS, MESSAGES, chat, completion
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_triton import MODEL, FakeModel, Piece
+from fake_pieces import Piece
+from fake_triton import MODEL, FakeModel
 from shim_calls import (
     CHAT,
     COMPLETIONS,

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_triton import MODEL, FakeModel, FakeTriton, Piece, Request, echo_script
+from fake_pieces import Piece, Request, echo_script
+from fake_triton import MODEL, FakeModel, FakeTriton
 from openai.types.responses import Response, ResponseStreamEvent
 from openai_shapes import check, sse_events
 from shim_thread import ShimThread
@@ -50,35 +51,10 @@ SCRIPTS = {"echo": echo_script, "calls": thinking_and_calling, "nothing": nothin
 
 
 @pytest.fixture(scope="module")
-def triton() -> Iterator[FakeTriton]:
-    with FakeTriton() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def running(triton: FakeTriton) -> Iterator[ShimThread]:
     with ShimThread(triton.url, max_stored_responses=100) as shim:
         shim.wait_ready()
         yield shim
-
-
-@pytest.fixture
-def model(triton: FakeTriton) -> Iterator[FakeModel]:
-    yield triton.model
-    triton.model.script = echo_script
-    triton.model.requests.clear()
-
-
-@pytest.fixture
-def http(running: ShimThread, model: FakeModel) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, timeout=20) as client:
-        yield client
-
-
-@pytest.fixture
-def client(running: ShimThread, model: FakeModel) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def body(**fields: Any) -> dict[str, Any]:
