@@ -8,7 +8,7 @@ model gave them.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -76,7 +76,7 @@ def _forbidden(packed: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return ((packed[:, :, None] >> bits) & 1).eq(0).flatten(1)[:, :vocab_size]
 
 
-def stop_ids(sequence: Sequence) -> Iterable[int]:
+def stop_ids(sequence: Sequence) -> Collection[int]:
     """The token ids that end the sequence."""
     if sequence.sampling.ignore_eos:
         return sequence.sampling.stop_token_ids
@@ -87,17 +87,22 @@ def changes_logits(sequence: Sequence) -> bool:
     """Whether any of these applies to the sequence's next token."""
     sampling = sequence.sampling
     return (
-        sequence.num_output_tokens < sampling.min_tokens
+        _masks_ends(sequence)
         or sampling.grammar is not None
         or bool(sampling.logit_bias)
         or sampling.has_penalties
     )
 
 
+def _masks_ends(sequence: Sequence) -> bool:
+    """Whether it may not end yet, though there are tokens that would end it."""
+    return sequence.num_output_tokens < sequence.sampling.min_tokens and bool(stop_ids(sequence))
+
+
 def _process_row(logits: torch.Tensor, sequence: Sequence) -> None:
     """Change one row [vocab_size] in place."""
     sampling = sequence.sampling
-    if sequence.num_output_tokens < sampling.min_tokens:
+    if _masks_ends(sequence):
         ids = [token_id for token_id in stop_ids(sequence) if token_id < len(logits)]
         logits[ids] = -math.inf
     if sampling.logit_bias:

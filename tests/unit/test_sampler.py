@@ -7,7 +7,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TypicalLogitsWarper
 
 from shoal.backend import sampler
 from shoal.backend.logits_processors import NONE_ALLOWED, AllowedTokens, process_logits
-from shoal.backend.sampler import SampleError
+from shoal.backend.sampler import SampleError, takes_likeliest
 from shoal.backend.weights.catalogue import kernels_dir
 from shoal.kernels.native_library import NativeLibrary, load_native
 from shoal.scheduler.outputs import SampledToken
@@ -167,6 +167,16 @@ def test_ignore_eos_leaves_eos_to_be_sampled_but_masks_stop_ids():
     row[2], row[3] = 8.0, 9.0
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(3,), ignore_eos=True)
     assert sample(row[None], [sequence(params)])[0].token_id == 2
+
+
+def test_only_tokens_that_could_end_it_too_soon_keep_a_greedy_text_from_the_likeliest_token():
+    soon = SamplingParams(temperature=0.0, min_tokens=2)
+    endless = replace(soon, ignore_eos=True)
+    assert not takes_likeliest(sequence(soon, num_outputs=1))
+    assert not takes_likeliest(sequence(replace(endless, stop_token_ids=(0,))))
+    assert takes_likeliest(sequence(soon, num_outputs=2))
+    assert takes_likeliest(sequence(endless))
+    assert takes_likeliest(sequence(soon, eos=()))
 
 
 def test_logprobs_are_of_the_raw_logits_best_first():
