@@ -4,27 +4,52 @@ Each case is sent whole and streamed, all of a table at once, and both answers m
 Reports that other tests hold: ``HELD_ELSEWHERE`` in test_reported_bugs_life.py.
 """
 
-import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-from openai_calls import Reply, ask, send
+from openai_calls import Reply, ask
+from reply_checks import (
+    Check,
+    all_of,
+    calls_validly,
+    ends_with,
+    follows,
+    has_no_alternatives,
+    has_no_usage,
+    has_tokens,
+    has_usage_once_at_the_end,
+    is_answered,
+    is_cut_at,
+    is_stopped_in_its_call,
+    matches,
+    never_calls_half,
+    spells_its_tokens,
+)
+from reported_requests import (
+    ASK_NAME,
+    COUNT,
+    EMOJI,
+    ESCAPED,
+    FORCED,
+    LLAMA_CPP,
+    MEASURE,
+    NAME,
+    PAIR,
+    ROUND_TRIP,
+    TGI,
+    TOOL,
+    VLLM,
+    as_schema,
+    changed,
+)
 from served import MODEL, Served
 from triton_calls import generate
 
 from shoal.backend.text.tokenizer import Tokenizer
-
-VLLM = "https://github.com/vllm-project/vllm/"
-LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/"
-TGI = "https://github.com/huggingface/text-generation-inference/"
-
-Check = Callable[[Reply], None]
 
 
 @dataclass(frozen=True)
@@ -36,161 +61,6 @@ class Report:
     body: dict[str, Any]
     check: Check
     twin: dict[str, Any] = field(default_factory=dict)
-
-
-def ends_with(reason: str) -> Check:
-    def check(reply: Reply) -> None:
-        assert {choice.finish_reason for choice in reply.choices} == {reason}
-
-    return check
-
-
-def is_cut_at(*stops: str) -> Check:
-    """The twin has no stop strings: of its text, what precedes the first must be there."""
-
-    def check(reply: Reply) -> None:
-        assert reply.only.finish_reason == "stop"
-        assert not any(stop in reply.only.text for stop in stops)
-
-    return check
-
-
-def has_tokens(low: int, high: int) -> Check:
-    def check(reply: Reply) -> None:
-        if not is_streamed(reply):
-            assert low <= reply.usage["completion_tokens"] <= high
-
-    return check
-
-
-def spells_its_tokens(reply: Reply) -> None:
-    for choice in reply.choices:
-        tokens = choice.tokens or [entry["token"] for entry in choice.logprobs]
-        assert tokens
-        assert "".join(tokens) == choice.text
-        starts = [len("".join(tokens[:index])) for index in range(len(tokens))]
-        assert choice.text_offset in ([], starts)
-
-
-def has_no_alternatives(reply: Reply) -> None:
-    spells_its_tokens(reply)
-    assert all(entry["top_logprobs"] == [] for entry in reply.only.logprobs)
-
-
-def has_usage_once_at_the_end(reply: Reply) -> None:
-    *others, last = reply.chunks
-    assert last["choices"] == []
-    assert last["usage"]["total_tokens"] > 0
-    assert [chunk["usage"] for chunk in others] == [None] * len(others)
-
-
-def has_no_usage(reply: Reply) -> None:
-    assert not any("usage" in chunk for chunk in reply.chunks)
-
-
-def calls_validly(reply: Reply) -> None:
-    choice = reply.only
-    assert (choice.finish_reason, choice.text) == ("tool_calls", "")
-    for name, arguments in choice.calls:
-        assert name == "measure"
-        jsonschema.validate(json.loads(arguments), MEASURE)
-
-
-def never_calls_half(reply: Reply) -> None:
-    choice = reply.only
-    if choice.finish_reason == "tool_calls":
-        calls_validly(reply)
-    elif not is_streamed(reply):
-        tokens = reply.usage["completion_tokens"]
-        assert choice.finish_reason == "length"
-        assert tokens in (8, 16, 24, 40)
-
-
-def is_stopped_in_its_call(reply: Reply) -> None:
-    choice = reply.only
-    assert choice.finish_reason == "stop"
-    assert choice.calls[0][1].endswith('"')
-    assert "ZSJB39" not in choice.calls[0][1]
-
-
-def follows(schema: dict[str, Any]) -> Check:
-    def check(reply: Reply) -> None:
-        for choice in reply.choices:
-            assert choice.finish_reason == "stop"
-            jsonschema.validate(json.loads(choice.text), schema)
-
-    return check
-
-
-def matches(pattern: str) -> Check:
-    def check(reply: Reply) -> None:
-        assert re.fullmatch(pattern, reply.only.text)
-
-    return check
-
-
-def is_answered(reply: Reply) -> None:
-    assert all(choice.finish_reason in ("stop", "length") for choice in reply.choices)
-
-
-def all_of(*checks: Check) -> Check:
-    def check(reply: Reply) -> None:
-        for item in checks:
-            item(reply)
-
-    return check
-
-
-def is_streamed(reply: Reply) -> bool:
-    return "chunk" in reply.chunks[0]["object"] or not reply.chunks[0].get("usage")
-
-
-MEASURE = {
-    "type": "object",
-    "properties": {
-        "ratio": {"type": "number", "minimum": 0.25, "maximum": 2.5},
-        "code": {"enum": ["ZSJB39"]},
-    },
-    "required": ["code", "ratio"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "measure", "parameters": MEASURE}}
-FORCED = {
-    "messages": "Measure it.",
-    "tools": [TOOL],
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
-    "max_tokens": 90,
-}
-PAIR = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
-COUNT = "1, 2, 3, 4, 5,"
-EMOJI = "Answer only 🤗👩\u200d👩\u200d👧 你好"
-ESCAPED = r"^hello there indeed\\!$"
-NAME = "my name is Bo"
-ASK_NAME = [
-    {"role": "user", "content": "Who are you?"},
-    {"role": "assistant", "content": [{"type": "text", "text": NAME}]},
-    {"role": "user", "content": "What is your name?"},
-]
-CALL = {"name": "measure", "arguments": '{"code": "ZSJB39", "ratio": 1}'}
-ROUND_TRIP = [
-    {"role": "user", "content": "Measure it."},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "c1", "type": "function", "function": CALL}],
-    },
-    {"role": "tool", "tool_call_id": "c1", "content": "It is 7."},
-]
-
-
-def changed(messages: list[dict[str, Any]], index: int, **fields: Any) -> list[dict[str, Any]]:
-    return [item | fields if place == index else item for place, item in enumerate(messages)]
-
-
-def as_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    wrapper = {"name": "x", "strict": True, "schema": schema}
-    return {"type": "json_schema", "json_schema": wrapper}
 
 
 REPORTS = [
@@ -529,118 +399,3 @@ async def test_streamed_text_is_the_decoded_ids(served: Served, smollm2_path: Pa
     answer = await generate(served.grpc_url, MODEL, EMOJI * 3, temperature=0, max_tokens=40)
     assert answer.text == tokenizer.decode(answer.token_ids, skip_special=True)
     assert len(answer.text.encode()) > len(answer.text)
-
-
-# Kind, body, the param and code of the refusal.
-REFUSED: list[tuple[str, str, dict[str, Any], str, str | None]] = [
-    (LLAMA_CPP + "issues/14566", "chat", {"messages": "word " * 9000}, "messages", "context"),
-    (TGI + "issues/2749", "text", {"prompt": "word " * 9000}, "prompt", "context"),
-    (VLLM + "issues/1543", "text", {"max_tokens": 10**9, "ignore_eos": True}, "max_tokens", None),
-    *(
-        (VLLM + "issues/7283", "text", {"prompt": prompt}, "prompt", None)
-        for prompt in ("", [""], ["a", ""], [[], [1]], None, [None], {}, [[True]], [1, "a"])
-    ),
-    *(
-        (VLLM + "pull/16529", "text", {"logit_bias": bias}, "logit_bias", None)
-        for bias in ({"999999": 5}, {"-1": 1}, {"x": 1}, {"9" * 5000: 1}, {"1": 1e308}, [1])
-    ),
-    *(
-        ("https://github.com/sgl-project/sglang/pull/28153", "text", fields, next(iter(fields)), "")
-        for fields in (
-            {"repetition_penalty": 1e-300},
-            {"top_k": -1},
-            {"max_tokens": 10**30},
-            {"max_tokens": 1e9},
-            {"seed": 2**63},
-            {"n": 10**30},
-            {"stop_token_ids": [10**20]},
-        )
-    ),
-    *(
-        (LLAMA_CPP + "pull/26602", "text", fields, next(iter(fields)), "")
-        for fields in (
-            {"guided_regex": "(" * 60_000 + "a" + ")" * 60_000},
-            {"guided_grammar": "start: " + "(" * 60_000 + '"a"' + ")" * 60_000},
-            {"guided_json": '{"items":' * 600 + "{}" + "}" * 600},
-            {"guided_json": '{"enum": [NaN]}'},
-        )
-    ),
-    *(
-        (
-            VLLM + "issues/10395",
-            "chat",
-            FORCED | {"tools": [{"type": "function", "function": {"name": "f", "parameters": p}}]},
-            "tools",
-            "",
-        )
-        for p in ({"type": "string"}, {"properties": {"a": {"$ref": "#/$defs/none"}}})
-    ),
-]
-
-
-@pytest.mark.parametrize(("link", "kind", "body", "param", "code"), REFUSED)
-def test_refused(
-    served: Served, link: str, kind: str, body: dict[str, Any], param: str, code: str | None
-) -> None:
-    usual = {"messages": "Hi"} if kind == "chat" else {"prompt": "Hi"}
-    for stream in (False, True):
-        reply = ask(served, kind, stream, **usual | body)
-        assert reply.status == 400, reply.chunks
-        assert reply.error["param"].startswith(param)
-        assert code != "context" or reply.error["code"] == "context_length_exceeded"
-
-
-BODY = f'"model": "{MODEL}", "prompt": "Hi", "max_tokens": 1'
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        (f'{{{BODY}, "temperature": NaN}}', 400, "temperature"),
-        (f'{{{BODY}, "temperature": -1}}', 400, "temperature"),
-        (f'{{{BODY}, "top_p": Infinity}}', 400, "top_p"),
-        (f'{{{BODY}, "logit_bias": {{"1": NaN}}}}', 400, "logit_bias.1"),
-        (f'{{{BODY}, "seed": {"1" * 400}}}', 400, None),
-        (f'{{{BODY}, "stop": "\\ud83e"}}', 400, None),
-        ("\ufeff{" + BODY + "}", 400, None),
-        ("[" * 50_000, 400, None),
-        ("", 400, None),
-        (f'{{{BODY}, "model": "nobody"}}', 404, "model"),  # of two the last counts
-        (f'{{"model": "nobody", {BODY}}}', 200, None),
-    ],
-)
-def test_bodies_that_are_hardly_json(
-    served: Served, body: str, status: int, param: str | None
-) -> None:
-    """SGLang pull 28153: NaN passes a range check that asks what must not be."""
-    reply = send(served, "text", body)
-    assert reply.status == status
-    if status != 200:
-        assert reply.error["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("media_type", "status"),
-    [
-        ("application/json; charset=utf-8", 200),
-        ("APPLICATION/JSON", 200),
-        ("", 415),
-        ("text/json", 415),
-        ("application/x-www-form-urlencoded", 415),
-        ("multipart/form-data", 415),
-        ("application/jsonx", 415),
-    ],
-)
-def test_media_types(served: Served, media_type: str, status: int) -> None:
-    """vLLM issue 11171: no content type was an error 500."""
-    reply = send(served, "text", "{" + BODY + "}", **{"content-type": media_type})
-    assert reply.status == status
-
-
-def test_arguments_of_earlier_calls_may_be_anything(served: Served) -> None:
-    """transformers issue 45419: arguments are parsed for the template, and may be no JSON."""
-    for arguments in ('{"a":"\\ud800"}', '{"a":NaN}', '{"a":' * 40, {"a": [1]}, None):
-        call = {"id": "c1", "type": "function", "function": CALL | {"arguments": arguments}}
-        messages = changed(ROUND_TRIP, 1, tool_calls=[call])
-        reply = ask(served, "chat", messages=messages, max_tokens=1)
-        assert reply.status == 200, (arguments, reply.chunks)
