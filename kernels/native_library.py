@@ -5,7 +5,6 @@ same: the reference ops, on top of torch, promise no such thing.
 """
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -26,53 +25,13 @@ from shoal.kernels.native_heads import (
     PlanHeads,
     check_cache,
 )
+from shoal.kernels.native_openmp import share_torch_openmp
+from shoal.kernels.native_signatures import SIGNATURES
 from shoal.kernels.quantized_panels import pack_panels
 from shoal.kernels.quantized_weights import QuantizedWeight, Weight, dense, join
 
 TYPE_IDS = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 32  # columns of a packed panel
-
-_Pointer = ctypes.c_void_p
-_Int = ctypes.c_int
-_Size = ctypes.c_int64
-_Float = ctypes.c_float
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "shoal_instructions": (ctypes.c_char_p, []),
-    "shoal_packed_elements": (_Size, [_Int, _Size, _Size]),
-    "shoal_pack": (None, [_Int, _Pointer, _Pointer, _Size, _Size]),
-    "shoal_linear": (
-        _Int,
-        [
-            *[_Int] * 2,
-            *[_Pointer] * 2,
-            *[_Size] * 2,
-            _Int,
-            _Size,
-            _Pointer,
-            _Int,
-            _Pointer,
-            _Size,
-            _Pointer,
-            _Size,
-        ],
-    ),
-    "shoal_format_bytes": (_Size, [_Int, _Int, _Size, _Size, _Size]),
-    "shoal_row_bytes": (_Size, [_Int, _Int, _Size, _Size]),
-    "shoal_rms_norm": (None, [_Int, _Pointer, _Pointer, _Float, _Size, _Size, _Pointer]),
-    "shoal_rotate_and_write": (
-        _Int,
-        [_Int, *[_Pointer] * 3, _Float, _Pointer, _Size, *[_Pointer] * 3],
-    ),
-    "shoal_attention": (_Int, [_Int, _Int, *[_Pointer] * 6]),
-    "shoal_sample": (_Int, [_Int, _Pointer, _Size, _Size, _Pointer, _Pointer]),
-    "shoal_mask": (_Int, [_Int, _Pointer, _Size, _Pointer, _Size, _Pointer]),
-    "shoal_plan_create": (
-        _Pointer,
-        [_Int, _Pointer, _Size, _Pointer, _Size, _Pointer, _Size],
-    ),
-    "shoal_plan_run": (_Int, [_Pointer, _Pointer]),
-    "shoal_plan_destroy": (None, [_Pointer]),
-}
 
 
 class Epilogue(IntEnum):
@@ -128,49 +87,12 @@ def load_native(directory: Path, notify: Notify | None = None) -> "NativeLibrary
         raise NativeBuildError(f"{path.name} cannot be loaded: {error}") from error
 
 
-@functools.cache
-def share_torch_openmp() -> Path:
-    """Make the OpenMP runtime that torch uses visible to the kernels; returns its file.
-
-    A second runtime would keep threads of its own, and the two would fight for the cores. Others
-    may be loaded too (a wheel often brings one along), so torch's libraries are asked for theirs.
-    """
-    for name in ("libtorch_cpu.so", "libtorch.so"):
-        library = Path(torch.__file__).parent / "lib" / name
-        if library.is_file() and (runtime := _file_that_defines("GOMP_parallel", library)):
-            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-            return runtime
-    raise NativeBuildError("torch has no OpenMP runtime (libgomp) here that the kernels could use")
-
-
-class _SymbolInfo(ctypes.Structure):
-    """Dl_info of dlfcn.h."""
-
-    _fields_ = [
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    ]
-
-
-def _file_that_defines(symbol: str, library: Path) -> Path | None:
-    """The file in which ``library`` finds ``symbol``: itself or one that it depends on."""
-    info = _SymbolInfo()
-    try:
-        address = ctypes.cast(getattr(ctypes.CDLL(str(library)), symbol), ctypes.c_void_p)
-        found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
-    except (OSError, AttributeError):
-        return None
-    return Path(info.file.decode()) if found and info.file else None
-
-
 class NativeLibrary:
     """The kernels' functions. Tensors must be contiguous and on the CPU; this is checked."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.functions = library
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, (result, arguments) in SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         self._arena = Arena()

@@ -21,8 +21,8 @@ from shoal.kernels.native_library import (
     NativeLibrary,
     SampleParams,
     load_native,
-    share_torch_openmp,
 )
+from shoal.kernels.native_openmp import share_torch_openmp
 from shoal.kernels.rms_norm import rms_norm
 from shoal.kernels.rotary_embedding import rotary_angles, rotary_embedding
 
