@@ -149,6 +149,9 @@ class GgufCheckpoint:
         """A slice of rows at a time, so that little is held beside the tensor in ``dtype``."""
         raw = self._raw[raw_name]
         data = raw.data if expert is None else raw.data[expert]
+        is_vector = data.ndim == 1
+        if is_vector:  # of bytes, in blocks that are not to be cut: one row
+            data = data[None]
         step = max(1, _SLICE_BYTES * len(data) // max(1, data.nbytes))
         whole = None
         for first in range(0, max(1, len(data)), step):
@@ -158,7 +161,7 @@ class GgufCheckpoint:
             whole[first : first + step] = part
         assert whole is not None
         self._reader.let_go(raw)
-        return whole
+        return whole[0] if is_vector else whole
 
     def _dequantize_slice(self, raw: gguf.ReaderTensor, data: np.ndarray[Any, Any]) -> torch.Tensor:
         try:

@@ -47,9 +47,15 @@ def llama_permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, folder: Path, kind: Any = QuantType.F32, raw_kind: Any = None) -> None:
-    """The folder's checkpoint as GGUF; matrices in ``kind``, vectors in float32, and gate_proj of
-    random bytes in ``raw_kind``."""
+def write_gguf(
+    path: Path,
+    folder: Path,
+    kind: Any = QuantType.F32,
+    raw_kind: Any = None,
+    vector_kind: Any = QuantType.F32,
+) -> None:
+    """The folder's checkpoint as GGUF; matrices in ``kind``, vectors in ``vector_kind``, and
+    gate_proj of random bytes in ``raw_kind``."""
     config = config_from_hf(json.loads((folder / "config.json").read_text()))
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(config.vocab_size)
@@ -69,7 +75,7 @@ def write_gguf(path: Path, folder: Path, kind: Any = QuantType.F32, raw_kind: An
             values = llama_permute(values, config.num_heads)
         elif "k_proj" in name:
             values = llama_permute(values, config.num_kv_heads)
-        stored = kind if values.ndim == 2 else QuantType.F32
+        stored = kind if values.ndim == 2 else vector_kind
         raw_name = names.get_name(name, try_suffixes=(".weight",))
         if raw_kind is not None and "gate_proj" in name:
             writer.add_tensor(raw_name, random_blocks(raw_kind, *values.shape), raw_dtype=raw_kind)
@@ -200,6 +206,14 @@ def test_quantised_gguf_is_close(tmp_path: Path, folder: Path, kind: QuantType) 
     step = 0.02 if kind == QuantType.Q8_0 else 0.3  # of values of which the largest is near 3
     for name, tensor in loaded_tensors(tmp_path / "tiny.gguf").items():
         assert (tensor - expected[name]).abs().max() <= step * expected[name].abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
+def test_vectors_may_be_in_any_type(tmp_path: Path, folder: Path, kind: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", folder, vector_kind=QuantType[kind])
+    expected = loaded_tensors(folder)
+    for name, tensor in loaded_tensors(tmp_path / "tiny.gguf").items():
+        assert torch.allclose(tensor, expected[name], rtol=0.02, atol=0.02), name
 
 
 def random_blocks(kind: QuantType, rows: int, columns: int) -> np.ndarray:
