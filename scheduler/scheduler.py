@@ -341,7 +341,9 @@ class Scheduler:
             if sequence.eviction is not None:
                 self.kv.make_room(sequence)
         stretch = self.config.decode_stretch
-        num_tokens = share_budget(members, whole_budget, self.pace, stretch, self._some_wait)
+        # Whose turn it is has waited for that already.
+        have_waited = self._some_wait or len(members) < len(self._running)
+        num_tokens = share_budget(members, whole_budget, self.pace, stretch, have_waited)
         self._some_wait = some_wait(members, num_tokens)
         return num_tokens
 

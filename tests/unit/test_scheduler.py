@@ -14,6 +14,7 @@ from shoal.scheduler.errors import RequestError
 from shoal.scheduler.outputs import StepOutput
 from shoal.scheduler.scheduler import Scheduler, SchedulerConfig
 from shoal.scheduler.sequence import FinishReason, SequenceStatus
+from shoal.scheduler.step_limits import StepLimits
 
 
 def start_decodes(scheduler: Scheduler, count: int, max_tokens: int = 512) -> range:
@@ -241,6 +242,17 @@ class TestFairness:
         scheduler.add(make_sequence(9, 10))
         for _ in range(10):
             assert run_step(scheduler).num_tokens == {0: 1, 1: 1, 2: 1, 9: 1}
+
+    def test_a_prompt_gets_its_part_beside_urgent_ones_where_all_take_turns(self) -> None:
+        scheduler = large_scheduler()
+        for seq_id in range(4):
+            sequence = make_sequence(seq_id, 1000)
+            sequence.urgency = 1 if seq_id else -1
+            scheduler.add(sequence)
+        run_step(scheduler)
+        scheduler.limits = StepLimits(max_num_tokens=2)  # every second step is the first one's
+        parts = [run_step(scheduler).num_tokens.get(0, 0) for _ in range(20)]
+        assert sum(parts) == 10
 
     def test_a_sequence_joins_when_another_leaves(self) -> None:
         scheduler = make_scheduler(max_num_seqs=2)
