@@ -38,6 +38,7 @@ from shoal.scheduler.outputs import StepOutput
 IDLE_MS = 50  # the longest silence of an idle worker
 MAX_UNREAD_BYTES = 4 * 2**20  # by a parent that is slow
 LINGER_MS = 1000  # for it to read the last of them
+REST_MS = 5  # for the next piece of a message that is larger than the socket holds: an image's
 MAX_LOAD_MESSAGES = 200  # of one phase of loading
 FIRST_TOKENS_MS = 2  # about what the server's other processes take to pass a token on
 PR_SET_PDEATHSIG = 1
@@ -78,7 +79,8 @@ class ParentLink:
         """Everything that has arrived, waiting at most ``timeout_ms`` for the first message."""
         if self._socket.num_waiting:
             self._socket.flush()
-        messages = [self._decoder.decode(frame) for frame in self._socket.receive(timeout_ms)]
+        frames = self._socket.receive(timeout_ms, REST_MS)
+        messages = [self._decoder.decode(frame) for frame in frames]
         return [*messages, Shutdown()] if self._socket.is_over else messages
 
     def close(self) -> None:
