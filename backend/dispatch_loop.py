@@ -177,8 +177,9 @@ class DispatchLoop:
         poller.register(self._wake_read, select.POLLIN)
         link = self._keeper.link
         if link is not None:
-            writes = select.POLLOUT if link.wants_to_write else 0
-            poller.register(link.socket, select.POLLIN | writes)
+            if not link.is_over:  # or its end would wake us for ever
+                writes = select.POLLOUT if link.wants_to_write else 0
+                poller.register(link.socket, select.POLLIN | writes)
             if link.exit_fd >= 0:
                 poller.register(link.exit_fd, select.POLLIN)
         poller.poll(TICK_MS)

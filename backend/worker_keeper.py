@@ -1,6 +1,7 @@
 """Keeps one worker process running: starts it, watches it, replaces it when it dies or hangs."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +21,8 @@ MAX_BACKOFF_S = 30.0
 FIRST_BACKOFF_S = 0.5
 # A worker that served for so long was healthy: its successor starts at once.
 HEALTHY_S = 10.0
+# For a worker that has closed its socket to end by itself, and so to tell how.
+LEAVING_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class WorkerLink(Protocol):
     def socket(self) -> Any: ...
     @property
     def wants_to_write(self) -> bool: ...
+    @property
+    def is_over(self) -> bool: ...
     @property
     def exit_fd(self) -> int: ...
 
@@ -96,6 +101,7 @@ class WorkerKeeper:
         self._worker_id = 0
         self._since = 0.0  # start of loading, then of serving
         self._start_at = 0.0
+        self._over_at = math.inf  # when it had closed its socket
         self._failures = 0  # in a row
         self.state = WorkerState.DOWN
         self.heard_at = 0.0
@@ -138,6 +144,7 @@ class WorkerKeeper:
         self._worker_id += 1
         self.num_starts += 1
         self._since = self.heard_at = now
+        self._over_at = math.inf
         self.state = WorkerState.LOADING
         link = self._spawn()
         try:
@@ -167,6 +174,10 @@ class WorkerKeeper:
         assert self._link is not None
         if not self._link.is_alive():
             return self._link.describe_exit()
+        if self._link.is_over:  # it is leaving, and can be told nothing more
+            self._over_at = min(self._over_at, now)
+        if now - self._over_at > LEAVING_S:
+            return "it closed its socket and did not end"
         if self.state is WorkerState.LOADING and now - self._since > self._start_timeout_s:
             return f"not ready after worker_start_timeout_s = {self._start_timeout_s:g}"
         if self.state is WorkerState.READY and now - self.heard_at > self._stall_timeout_s:

@@ -74,6 +74,11 @@ class WorkerProcess:
         return self._socket
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has closed its end, as when it leaves or is gone."""
+        return self._socket is not None and self._socket.is_over
+
+    @property
     def exit_fd(self) -> int:
         """Becomes readable when the worker has died; for a poller."""
         return self._exit_fd

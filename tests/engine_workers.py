@@ -42,6 +42,7 @@ class EngineWorker:
         self.closed = False
         self.exit_fd = -1
         self.wants_to_write = False
+        self.is_over = False
         self.num_steps = 0
 
     @property

@@ -64,6 +64,7 @@ class ScriptedWorker:
     num_receives: int = 0
     exit_fd: int = -1
     wants_to_write: bool = False
+    is_over: bool = False
 
     def __post_init__(self) -> None:
         self._read, self._write = os.pipe()

@@ -322,6 +322,19 @@ def test_a_worker_that_refuses_to_load_stops_the_start() -> None:
     assert phases == ["weights"]
 
 
+def test_a_worker_that_closes_its_socket_and_stays_is_waited_for_and_replaced() -> None:
+    workers = ScriptedWorkers(WorkerScript(silent=True), WorkerScript())
+    with serving(workers) as running:
+        leaving = workers.last
+        client = ask(running, max_tokens=4)
+        leaving.is_over = True  # and its socket stays readable
+        before = leaving.num_receives
+        assert client.wait().text == scripted_text(5, 4)
+        assert leaving.killed
+        # A look each 50 ms for a second; thousands where the socket's end woke the loop.
+        assert leaving.num_receives - before < 100
+
+
 def test_a_worker_that_dies_loading_stops_the_start() -> None:
     workers = ScriptedWorkers(WorkerScript(dies_loading=True))
     running = make_service(workers)
