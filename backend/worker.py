@@ -143,7 +143,8 @@ class Worker:
 def _all_have_just_begun(outputs: list[StepOutput], status: WorkerStatus) -> bool:
     """Whether all that runs got its first token from this step, so that somebody waits for that
     and nobody for the next."""
-    if not outputs or status.num_waiting or status.num_running > len(outputs):
+    num_going_on = sum(output.finish_reason is None for output in outputs)
+    if not outputs or status.num_waiting or status.num_running > num_going_on:
         return False
     return all(output.output_index == 0 and output.token is not None for output in outputs)
 

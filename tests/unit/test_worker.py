@@ -353,6 +353,12 @@ def test_first_tokens_get_the_cores_to_themselves_where_nobody_waits_for_the_nex
     assert waits_after(first, second, leaves_no_core=False) == [0, 0]
 
 
+def test_no_prompt_is_held_up_for_a_first_token_that_was_the_last():
+    only = [StepOutput(1, 0, SampledToken(7), FinishReason.LENGTH)]
+    assert waits_after(only, num_running=1) == [0]
+    assert waits_after(only, num_running=0) == [FIRST_TOKENS_MS]
+
+
 def test_no_step_is_held_up_for_first_tokens_beside_others():
     assert waits_after([token(1, 0), token(2, 5)], num_running=2) == [0]
     assert waits_after([token(1, 0)], num_running=2) == [0]  # a prompt that is half computed
