@@ -14,7 +14,7 @@ class HeldOutputs:
 
     Every second step's tokens go with those of the step before it, each sequence's side by side. A
     first token, an end or an error never waits. Nothing does where few sequences gain something,
-    where steps are long, or where none follows at once.
+    where steps are long, or where none follows at once; nor for a step with a new prompt in it.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,11 @@ class HeldOutputs:
     def forget(self, seq_id: int) -> None:
         """Nobody wants to hear of this sequence any more."""
         self._held.pop(seq_id, None)
+
+    def release(self) -> list[StepOutput]:
+        """All that waits, to be sent now: the next step may be a long one."""
+        held, self._held = self._held, {}
+        return list(held.values())
 
     def take(self, outputs: Sequence[StepOutput], step_s: float, goes_on: bool) -> list[StepOutput]:
         """What to send after a step that gave ``outputs`` and took ``step_s`` seconds.

@@ -133,6 +133,8 @@ class Worker:
         match message:
             case AddSequence():
                 self._engine.add(message)
+                if held := self._held.release():
+                    self._link.send(StepResults(held, self._engine.status))
             case AbortSequence():
                 self._engine.abort(message.seq_id)
                 self._held.forget(message.seq_id)

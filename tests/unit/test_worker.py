@@ -14,6 +14,7 @@ from tiny_checkpoint import write_tiny_checkpoint
 
 from shoal.backend.engine_config import EngineConfig
 from shoal.backend.frames import FrameSocket
+from shoal.backend.held_outputs import MIN_OUTPUTS
 from shoal.backend.messages import (
     AbortSequence,
     AddSequence,
@@ -364,6 +365,17 @@ def test_no_step_is_held_up_for_first_tokens_beside_others():
     assert waits_after([token(1, 0)], num_running=2) == [0]  # a prompt that is half computed
     assert waits_after([token(1, 0)], num_waiting=1) == [0]
     assert waits_after([], num_running=0) == [0]
+
+
+def test_no_token_waits_for_a_step_with_a_new_prompt():
+    many = [[token(seq_id, index) for seq_id in range(MIN_OUTPUTS)] for index in (1, 2)]
+    engine = ScriptedEngine(*many, num_running=MIN_OUTPUTS)
+    engine.add = lambda message: added.append((message.seq_id, outputs_of(link.sent)))
+    added = []
+    link = FakeLink([[], [add(98, 1), add(99, 1)]])
+    Worker(engine, link).run()
+    assert added == [(98, []), (99, many[0])]
+    assert outputs_of(link.sent) == [*many[0], *many[1]]
 
 
 def test_loading_progress_is_thinned_out_but_keeps_its_ends():
