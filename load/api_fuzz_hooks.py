@@ -12,8 +12,8 @@ from typing import Any
 
 import schemathesis
 
-MAX_RESPONSE_S = 5.0
-LOG_VARIABLE = "SHOAL_FUZZ_LOG"
+from shoal.load.api_fuzz import LOG_VARIABLE, MAX_RESPONSE_S
+
 # Requests that name no limit get a small one, or most would run into their deadlines. What is
 # named stays as it is.
 LIMIT_NAMES = {
