@@ -19,6 +19,9 @@ UNREAD_PACE_S = 0.25
 PULSE_S = 1.0
 # A channel with no request for so long is ended: an open request keeps a model from unloading.
 IDLE_S = 1.0
+# Shorter waits of a submission with its client are not worth telling.
+TELL_WAIT_MS = 50
+MAX_WAIT_MS = 600_000
 
 
 class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,6 +52,14 @@ class ChannelOrders(msgspec.Struct, frozen=True, omit_defaults=True):
     submissions: list[msgspec.Raw] = []
     cancellations: list[int] = []  # refs
     num_read: int = 0  # responses of the channel that the client has read so far
+    waited_ms: list[int] = []  # each submission with its client before this; empty: not worth it
+
+    @property
+    def waited_s(self) -> list[float]:
+        """For each submission, in [0, MAX_WAIT_MS / 1000]."""
+        told = [min(max(waited, 0), MAX_WAIT_MS) / 1000 for waited in self.waited_ms]
+        missing = len(self.submissions) - len(told)
+        return told[: len(self.submissions)] + [0.0] * missing
 
 
 class ChannelError(msgspec.Struct, frozen=True, omit_defaults=True):

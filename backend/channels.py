@@ -46,7 +46,7 @@ class ChannelReply(Protocol):
 class Requests(Protocol):
     """What a channel needs of the service."""
 
-    def submit(self, raw: RawRequest, sink: Sink) -> int: ...
+    def submit(self, raw: RawRequest, sink: Sink, waited_s: float = 0.0) -> int: ...
 
     def cancel(self, seq_id: int) -> None: ...
 
@@ -124,8 +124,8 @@ class Channel:
         for found in cancelled:
             if found is not None:
                 self._requests.cancel(found.seq_id)
-        for slot, submission in submitted:
-            self._submit(slot, submission)
+        for (slot, submission), waited_s in zip(submitted, orders.waited_s, strict=True):
+            self._submit(slot, submission, waited_s)
         if orders.num_read > self._num_read:
             self._num_read = orders.num_read
             self._responder.resume(self)
@@ -205,14 +205,14 @@ class Channel:
         self._slots[slot.ref] = slot
         return slot, submission
 
-    def _submit(self, slot: Slot, submission: Submission | None) -> None:
+    def _submit(self, slot: Slot, submission: Submission | None, waited_s: float) -> None:
         if submission is None:
             opened = self._responder.open_in(self, slot, False, False)
             opened.post(Chunk.of_error(RequestError("The submission cannot be read.")))
         else:
             every_token = submission.return_token_ids or submission.return_logprobs
             opened = self._responder.open_in(self, slot, submission.stream, every_token)
-            slot.seq_id = self._requests.submit(raw_request(submission), opened.post)
+            slot.seq_id = self._requests.submit(raw_request(submission), opened.post, waited_s)
             log.debug("request %d is %s", slot.seq_id, submission.request_id)
         if self.closed:  # meanwhile, by the poller
             self._requests.cancel(slot.seq_id)

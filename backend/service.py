@@ -148,11 +148,14 @@ class Service:
             hidden_size=loop.ready.hidden_size,
         )
 
-    def submit(self, raw: RawRequest, sink: Callable[[Chunk], None]) -> int:
-        """Take a request; its chunks come to ``sink``, from the dispatch thread. Returns its id."""
+    def submit(self, raw: RawRequest, sink: Callable[[Chunk], None], waited_s: float = 0.0) -> int:
+        """Take a request; its chunks come to ``sink``, from the dispatch thread. Returns its id.
+
+        ``waited_s``: how long it waited elsewhere before; its timeout counts from then.
+        """
         loop = self._running_loop()
         seq_id = next(self._seq_ids)
-        loop.post(Submitted(seq_id, sink, time.monotonic()))
+        loop.post(Submitted(seq_id, sink, time.monotonic() - waited_s))
         try:
             request_class = classify(raw, self._tiers, self._config.max_request_seconds)
         except RequestError as error:

@@ -16,7 +16,7 @@ import grpc
 import msgspec
 from tritonclient.grpc import service_pb2
 
-from shoal.backend.channel_messages import ChannelOrders, ReadNews, Submission
+from shoal.backend.channel_messages import TELL_WAIT_MS, ChannelOrders, ReadNews, Submission
 from shoal.client import errors, tensors
 from shoal.client.channel_stream import ChannelStream, Opening
 from shoal.client.errors import ShoalError
@@ -244,14 +244,18 @@ class ModelChannel:
         if opens:
             opening.message_id = message_id
         batch: list[msgspec.Raw] = []
+        waited_ms: list[int] = []
         size = 0
         while opening.to_submit and (not batch or size < MAX_MESSAGE_BYTES):
             stream = opening.to_submit.pop(0)
             stream.message_id = message_id
             batch.append(msgspec.Raw(stream.encoded))
+            waited_ms.append(stream.age_ms)
             size += len(stream.encoded)
+        if max(waited_ms) < TELL_WAIT_MS:
+            waited_ms.clear()
         # Nothing else travels with them: they may go to another version than has the channel.
-        orders = ChannelOrders(opening.id, opens, batch)
+        orders = ChannelOrders(opening.id, opens, batch, waited_ms=waited_ms)
         return self._message(orders, message_id, self._version)
 
     def _order_message(self, opening: Opening) -> Any:

@@ -1,6 +1,7 @@
 """What a process keeps of each request of its channels, and of each channel."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ class ChannelStream:
         self.opening: Opening | None = None  # where it was sent to, or is about to be
         self.message_id = ""
         self.num_submits = 0
+        self._begun_at = time.monotonic()
         self._drop = drop
         self._num_unfinished = num_choices
         self._waiting: deque[Delta] = deque()
@@ -39,6 +41,11 @@ class ChannelStream:
         self._failure: ShoalError | None = None
         self._ended = False  # nothing more comes
         self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def age_ms(self) -> int:
+        """Since it was asked for."""
+        return int(1000 * (time.monotonic() - self._begun_at))
 
     def __aiter__(self) -> "ChannelStream":
         return self

@@ -30,6 +30,7 @@ class FakeChannel:
     def __init__(self, carrier: Carrier) -> None:
         self.cancelled: dict[int, threading.Event] = {}
         self.num_read = 0
+        self.waited_s: dict[int, float] = {}  # by ref: told with its submission
         self.carrier = carrier
 
     def send(self, deltas: list[ChannelDelta], **end: bool) -> None:

@@ -199,7 +199,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         for ref in orders.cancellations:
             if ref in channel.cancelled:
                 channel.cancelled[ref].set()
-        for submission in read_submissions(orders):
+        for submission, waited_s in zip(read_submissions(orders), orders.waited_s, strict=True):
+            channel.waited_s[submission.ref] = waited_s
             channel.cancelled[submission.ref] = threading.Event()
             served = (model, channel, submission, message.model_version)
             threading.Thread(target=self._serve_in, args=served, daemon=True).start()

@@ -135,6 +135,17 @@ class TestTimeouts:
         error = refused(dispatcher, 1, now=12.0, timeout_s=1.0, arrival=11.0)
         assert (error.status, error.code) == (408, "timeout")
 
+    def test_a_replay_does_not_start_it_again(self) -> None:
+        dispatcher = with_worker(make_dispatcher())
+        add(dispatcher, 0, timeout_s=10.0)
+        for worker_id, now in ((1, 0.0), (2, 4.0), (3, 8.0)):
+            dispatcher.poll(now)
+            dispatcher.worker_dead(worker_id, now + 1.0)
+            dispatcher.worker_ready(worker_id + 1, WorkerCapacity(1000, 16, 1, 16_000))
+        dispatcher.poll(9.5)
+        assert dispatcher.expire(9.9) == []
+        assert ends(dispatcher.expire(10.0)) == [(0, "timeout")]
+
     def test_what_ended_does_not_time_out(self) -> None:
         dispatcher = with_worker(make_dispatcher(), 2)
         add(dispatcher, 0, timeout_s=1.0)

@@ -199,6 +199,23 @@ async def test_requests_of_an_unknown_channel_go_again(
     assert not former.keys() & fake.model.channels.keys()
 
 
+async def test_a_submission_tells_what_it_waited_before_it_was_sent(
+    channel: ModelChannel, fake: FakeTriton
+) -> None:
+    fake.model.script = slow_words
+    running = ask(channel, max_tokens=40)
+    await anext(running)
+    (former,) = fake.model.channels.values()
+    fake.model.channels.clear()  # the next one goes twice
+    late = ask(channel, max_tokens=1)
+    late._begun_at -= 3.0
+    assert await read(late) == "w0 "
+    (opened,) = fake.model.channels.values()
+    assert opened.waited_s[late.ref] >= 3.0
+    assert former.waited_s[running.ref] < 3.0
+    assert await read(running)
+
+
 def slow_words(request: Request) -> Iterator[Piece]:
     count = request.sampling["max_tokens"]
     for index in range(count):

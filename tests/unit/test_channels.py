@@ -229,6 +229,20 @@ def test_refusals_and_unreadable_submissions_are_answered_to_their_own_request(
     assert text_of(told[3]) == scripted_text(5, 4)
 
 
+@pytest.mark.parametrize(
+    ("waited_ms", "timed_out"),
+    [([], []), ([5000], [1]), ([5000, -7, 10], [1]), ([0, 10**15, 0, 9], [2])],
+)
+def test_a_timeout_counts_what_a_submission_waited_with_its_client(
+    backend: Backend, waited_ms: list[int], timed_out: list[int]
+) -> None:
+    asked = [ask(ref, parameters={"timeout": 4000}) for ref in (1, 2, 3)]
+    channel = backend.send("a", *asked, opens=True, waited_ms=waited_ms)
+    told = wait_finished(channel, 1, 2, 3)
+    codes = {ref: deltas[-1].error.code for ref, deltas in told.items() if deltas[-1].error}
+    assert codes == dict.fromkeys(timed_out, "timeout")
+
+
 def test_several_choices_and_logprobs(backend: Backend) -> None:
     sampling = msgspec.json.encode({"max_tokens": 3, "n": 2, "logprobs": 1})
     request = Submission(1, b"hello", sampling=sampling, return_logprobs=True)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from scripted_worker import ScriptedWorkers, WorkerScript, scripted_text
-from service_runs import Collector, aborted, ask, serving, until
+from service_runs import Collector, aborted, ask, request, serving, until
 
 from shoal.backend.engine_config import EngineConfig
 from shoal.backend.messages import AddSequence
@@ -97,6 +97,17 @@ def test_a_request_past_the_operators_cap_ends_as_at_its_timeout() -> None:
         assert (error.status, error.code, error.param) == (408, "timeout", "timeout")
         until(lambda: len(aborted(workers.last)) == 1)
         workers.running.set()
+
+
+def test_what_a_request_waited_before_it_came_counts_too() -> None:
+    workers = one_slot()
+    with serving(workers, max_request_seconds=60) as running:
+        sinks = [Collector(), Collector()]
+        for sink, waited_s in zip(sinks, (61.0, 1.0), strict=True):
+            running.submit(request(max_tokens=3), sink, waited_s)
+        assert error_of(sinks[0]).code == "timeout"
+        assert sinks[1].wait().text == scripted_text(5, 3)
+        assert len(order_of(workers)) == 1
 
 
 @pytest.mark.parametrize("is_queued", [False, True])
