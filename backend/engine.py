@@ -35,6 +35,7 @@ class RunResult:
     # What was pooled so far, of the sequences that want an embedding.
     pooled: dict[int, PooledStates] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # why a request's own grammar broke
+    known_ends: set[int] = field(default_factory=set)  # for which no forward pass ran
 
 
 class Runner(Protocol):
@@ -135,7 +136,8 @@ class Engine:
             self._step_log.planned(output)
         start = time.monotonic()
         result = self._runner.run(output)
-        self._scheduler.note_duration(output, time.monotonic() - start)
+        if not result.known_ends:  # what such a step takes says nothing of others
+            self._scheduler.note_duration(output, time.monotonic() - start)
         results = self._scheduler.update_from_output(
             output,
             result.sampled,

@@ -72,3 +72,21 @@ class ForwardBatch:
     # Logits of an earlier step that nobody reads any more: a model may write its own there, which
     # spares the system to find and clear as much memory in each step.
     spent_logits: torch.Tensor | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.logits_indices)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownStates:
+    """A step whose final, normalised hidden states are known already: they lack the output
+    projection alone. The rest is as in ``ForwardBatch``."""
+
+    states: torch.Tensor  # float32 [num_samples, hidden_size], as HiddenStates had them
+    likeliest: LikeliestTokens | None = None
+    spent_logits: torch.Tensor | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.states)

@@ -3,9 +3,10 @@
 import logging
 from array import array
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +15,7 @@ from shoal.backend.forward_batch import (
     ForwardBatch,
     GroupTables,
     HiddenStates,
+    KnownStates,
     LikeliestTokens,
     SoftTokens,
 )
@@ -23,7 +25,9 @@ from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.kv_mover import KVMover
 from shoal.backend.logits_processors import NONE_ALLOWED, AllowedTokens
 from shoal.backend.logits_rows import LogitsRows, PooledTokens, ScoredTokens
+from shoal.backend.models.native_head import NativeHead
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
+from shoal.backend.prompt_ends import PromptEnds
 from shoal.backend.sampler import (
     SampleError,
     describe_token,
@@ -54,6 +58,15 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class KnownEnds:
+    """What spares a prompt that is cached whole its forward pass: the states after prompts' ends,
+    and the model's output projection for them."""
+
+    states: PromptEnds
+    head: NativeHead
+
+
 class ModelRunner:
     """Owns the model and the KV cache; everything on the device happens here."""
 
@@ -67,6 +80,7 @@ class ModelRunner:
         grammars: GrammarMatchers | None = None,
         native: NativeLibrary | None = None,
         images: ImageStore | None = None,
+        ends: KnownEnds | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -76,6 +90,7 @@ class ModelRunner:
         self._grammars = grammars
         self._native = native
         self._images = images
+        self._ends = ends
         self._spent_logits: torch.Tensor | None = None
 
     @torch.inference_mode()
@@ -113,6 +128,35 @@ class ModelRunner:
         return None
 
     def _run_batch(self, scheduled: Batch, result: RunResult) -> None:
+        rows = LogitsRows.of(scheduled)
+        projected = self._project_known(scheduled)
+        if projected is not None:
+            result.known_ends.update(item.sequence.seq_id for item in scheduled)
+        else:
+            projected = self._compute(scheduled, rows, result)
+        self._keep_logits(projected.logits)
+        sequences = [item.sequence for item in scheduled if item.samples]
+        if projected.tokens is not None:
+            tokens = take_likeliest(projected.tokens.tolist())
+            for sequence, token in zip(sequences, tokens, strict=True):
+                _record(result, sequence, token)
+        else:
+            self._sample(projected.logits, rows, sequences, result)
+
+    def _project_known(self, scheduled: Batch) -> "_Projected | None":
+        """The output projection alone, where nothing else is lacking and all states are known."""
+        if self._ends is None or not all(item.only_lacks_logits for item in scheduled):
+            return None
+        states = self._ends.states.find_all([item.sequence for item in scheduled])
+        if states is None:
+            return None
+        likeliest = LikeliestTokens() if _takes_likeliest(scheduled) else None
+        known = KnownStates(states, likeliest, self._spent_logits)
+        return _Projected.of(self._ends.head.project(known), likeliest)
+
+    def _compute(self, scheduled: Batch, rows: LogitsRows, result: RunResult) -> "_Projected":
+        """The forward pass, and what comes of it beside logits."""
+        ended = [] if self._ends is None else _ended_prompts(scheduled, rows)
         batch = build_forward_batch(
             scheduled,
             self._kv_cache.block_size,
@@ -120,23 +164,28 @@ class ModelRunner:
             self._images,
             self._spent_logits,
             may_choose=True,
+            keeps_states=bool(ended),
         )
         logits = self._model.forward(batch, self._kv_cache)
-        self._keep_logits(logits)
         if batch.block_mass is not None:
             _record_mass(result, scheduled, batch.block_mass)
-        sequences = [item.sequence for item in scheduled if item.samples]
-        if batch.likeliest is not None and batch.likeliest.tokens is not None:
-            tokens = take_likeliest(batch.likeliest.tokens.tolist())
-            for sequence, token in zip(sequences, tokens, strict=True):
-                _record(result, sequence, token)
-            return
-        rows = LogitsRows.of(scheduled)
+        states = batch.hidden.states if batch.hidden is not None else None
         for pooled in rows.pooled:
-            assert batch.hidden is not None
-            assert batch.hidden.states is not None
-            seq_id = pooled.item.sequence.seq_id
-            result.pooled[seq_id] = _pool(batch.hidden.states, pooled)
+            assert states is not None
+            result.pooled[pooled.item.sequence.seq_id] = _pool(states, pooled)
+        for sequence, row in ended:
+            assert self._ends is not None
+            assert states is not None
+            self._ends.states.keep(sequence, states[row])
+        return _Projected.of(logits, batch.likeliest)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        rows: LogitsRows,
+        sequences: list[Sequence],
+        result: RunResult,
+    ) -> None:
         for scored in rows.scored:
             result.scored[scored.item.sequence.seq_id] = _score(logits, scored)
         if not sequences:
@@ -195,6 +244,17 @@ class ModelRunner:
         return []
 
 
+class _Projected(NamedTuple):
+    """What the output projection gave: logits, or where nothing else was wanted tokens."""
+
+    logits: torch.Tensor
+    tokens: torch.Tensor | None
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, likeliest: LikeliestTokens | None) -> "_Projected":
+        return cls(logits, None if likeliest is None else likeliest.tokens)
+
+
 class _Failure(Enum):
     BROKEN = 0
     OUT_OF_MEMORY = 1
@@ -249,6 +309,14 @@ def _record_mass(result: RunResult, scheduled: Batch, block_mass: torch.Tensor) 
             result.block_mass[item.sequence.seq_id] = row[: len(item.sequence.block_table)]
 
 
+def _ended_prompts(scheduled: Batch, rows: LogitsRows) -> list[tuple[Sequence, int]]:
+    """Whose prompts end in this step so that their states are worth keeping, and their rows of the
+    logits."""
+    sampled = [item.sequence for item in scheduled if item.samples]
+    pairs = zip(sampled, rows.sampled, strict=True)
+    return [(sequence, row) for sequence, row in pairs if PromptEnds.wants(sequence)]
+
+
 def _takes_likeliest(scheduled: SequenceOf[ScheduledSequence]) -> bool:
     """Whether the step's logits serve to choose the likeliest tokens and nothing else."""
     return all(
@@ -276,9 +344,11 @@ def build_forward_batch(
     images: ImageStore | None = None,
     spent_logits: torch.Tensor | None = None,
     may_choose: bool = False,
+    keeps_states: bool = False,
 ) -> ForwardBatch:
     """The flat batch of this step's tokens, sequence after sequence. ``may_choose``: where only the
-    likeliest tokens are wanted, the model may give those instead of its logits."""
+    likeliest tokens are wanted, the model may give those instead of its logits. ``keeps_states``:
+    what these are made of is wanted, too, as it is for whoever pools."""
     sequences = [item.sequence for item in scheduled]
     ranges = [_token_range(item) for item in scheduled]
     indices = [_held_range(item) for item in scheduled]
@@ -291,6 +361,7 @@ def build_forward_batch(
         _group_tables(tables, indices if idx == 0 else ranges, block_size, device)
         for idx, tables in enumerate(zip(*(s.block_tables for s in sequences), strict=True))
     )
+    wants_states = keeps_states or any(s.sampling.pooling for s in sequences)
     block_mass = None
     if any(map(_needs_mass, sequences)):
         block_mass = torch.zeros_like(groups[0].block_tables)
@@ -302,7 +373,7 @@ def build_forward_batch(
         query_lens=query_lens,
         logits_indices=_to_device(array("q", LogitsRows.of(scheduled).batch_rows), device),
         block_mass=block_mass,
-        hidden=HiddenStates() if any(s.sampling.pooling for s in sequences) else None,
+        hidden=HiddenStates() if wants_states else None,
         soft_tokens=_soft_tokens(scheduled, images, device) if images is not None else None,
         spent_logits=spent_logits,
         likeliest=LikeliestTokens() if may_choose and _takes_likeliest(scheduled) else None,

@@ -46,6 +46,7 @@ class OpKind(IntEnum):
     PREPARE = 20
     SCREEN = 21
     GREEDY = 22
+    TAKE_STATES = 23
 
 
 class _Op(ctypes.Structure):
@@ -249,15 +250,23 @@ class PlanBuilder:
             OpKind.SELECT_NORM, in_=states, out=out, weight=self._keep(weight.float()), scalar=eps
         )
 
+    def take_states(self, out: int) -> None:
+        """The step's hidden states, one a sampled row, in the model's dtype: what a plan begins
+        with that goes on where another one left them."""
+        self._add(OpKind.TAKE_STATES, out=out)
+
     def linear(
         self, states: int, packed: PackedLinear, out: int, epilogue: Epilogue = Epilogue.STORE
     ) -> None:
         self._linear(OpKind.LINEAR, packed, in_=states, out=out, epilogue=epilogue)
 
-    def logits(self, states: int, packed: PackedLinear) -> None:
-        """The last product, of the selected rows, into the step's logits. The rows themselves go to
-        the step's hidden states, where those are wanted."""
+    def keep_states(self, states: int) -> None:
+        """The selected rows, which logits are made of, to the step's hidden states, where those are
+        wanted."""
         self._add(OpKind.KEEP_STATES, in_=states)
+
+    def logits(self, states: int, packed: PackedLinear) -> None:
+        """The last product, of the selected rows, into the step's logits."""
         self._linear(OpKind.LOGITS, packed, in_=states)
 
     def likeliest(

@@ -41,7 +41,8 @@ def copy_last_block(kv: KVCacheManager, sequence: Sequence) -> list[DeviceCopy]:
     """Of a sequence that the prefix tree has whole, in full blocks, leave one token to compute.
 
     It shares all blocks but the last, which it will write to: of that it gets a copy, where there
-    is a free block. Returns what must be copied before anything else is written.
+    is a free block. So that token's keys and values are present, too, and only its logits are
+    lacking. Returns what must be copied before anything else is written.
     """
     num_tokens, size = sequence.num_tokens, kv.block_size
     starts_at_last = size > 1 and 0 < sequence.num_computed_tokens == num_tokens - size
@@ -53,6 +54,7 @@ def copy_last_block(kv: KVCacheManager, sequence: Sequence) -> list[DeviceCopy]:
     if match.num_tokens < num_tokens or kv.allocate_slots(sequence, size - 1) is None:
         return []
     sequence.num_computed_tokens = num_tokens - 1
+    sequence.num_present_tokens = num_tokens
     return [DeviceCopy(0, match.block_ids[-1], sequence.block_table[-1])]
 
 

@@ -314,6 +314,7 @@ class KVCacheManager:
         # Last block first: the head of a prompt is the likeliest to be asked for again.
         self.pool.free(reversed(sequence.block_table[num_shared:]))
         sequence.block_table.clear()
+        sequence.num_present_tokens = 0
         for window in self.windows:
             window.release(sequence)
 

@@ -23,6 +23,12 @@ class ScheduledSequence:
         """Whether the step reaches the last known token, so that a next one must be sampled."""
         return self.num_tokens == self.sequence.num_uncomputed_tokens
 
+    @property
+    def only_lacks_logits(self) -> bool:
+        """Whether this is the last known token alone, with keys and values in the cache."""
+        sequence = self.sequence
+        return self.num_tokens == 1 and sequence.num_tokens == sequence.num_present_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Preemption:

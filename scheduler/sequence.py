@@ -65,6 +65,8 @@ class Sequence:
     arrival_step: int = 0  # engine step number at which the worker received it
     eviction: SessionEviction | None = None  # with a lossy kv_policy only
     num_evicted_tokens: int = 0  # of the computed ones, dropped from the block table
+    # With keys and values in the table: the last token may have them before its logits are known.
+    num_present_tokens: int = 0
     prompt_logprobs: dict[int, SampledToken] = field(default_factory=dict)  # by position
     pooled: PooledStates | None = None  # where an embedding is wanted
     images: tuple[ImageSpan, ...] = ()  # of the prompt, in order

@@ -215,7 +215,7 @@ class FakeKVContents:
             if position < first_seen:
                 continue
             slot = (group, table[position // block_size] * block_size + position % block_size)
-            if position >= num_computed:
+            if position >= num_computed and not item.only_lacks_logits:
                 assert group == 0 or slot[1] >= block_size, "a hole was written to"
                 self._slots[slot] = (sequence.cache_salt, prefix)
                 continue

@@ -8,6 +8,7 @@ from shoal.backend.models.decoder import Decoder, DecoderLayer, make_rotaries
 from shoal.backend.models.experts import Experts
 from shoal.backend.models.layers import GatedMLP, Linear, RMSNorm
 from shoal.backend.models.model_config import ExpertsConfig, ModelConfig, RotaryKind
+from shoal.backend.models.native_head import NativeHead
 from shoal.backend.models.native_parts import (
     GATED_EPILOGUES,
     HeadBuffers,
@@ -37,7 +38,7 @@ class NativeDecoder:
         self.config = model.config
         self.dtype = model.dtype
         self.device = torch.device("cpu")
-        self.plan = _build_plan(model, library)
+        self.plan, self.head = _build_plans(model, library)
         self._step = StepBuilder(self.dtype)
 
     @torch.inference_mode()
@@ -60,9 +61,9 @@ class NativeDecoder:
         return logits
 
 
-def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
-    config = model.config
-    plan = PlanBuilder(library, model.dtype)
+def _build_plans(model: Decoder, library: NativeLibrary) -> tuple[NativePlan, NativeHead]:
+    config, dtype = model.config, model.dtype
+    plan = PlanBuilder(library, dtype)
     ends = model.take_ends()
     embedding, packed_head = pack_ends(library, ends.embed_tokens, ends.lm_head)
     screened = screen(ends.lm_head)
@@ -75,10 +76,16 @@ def _build_plan(model: Decoder, library: NativeLibrary) -> NativePlan:
     for idx, layer in enumerate(model.take_layers()):
         layers.add(idx, layer)
     plan.select_norm(hidden, norm.weight, norm.eps, out=layers.normed)
-    if packed_head.bias is None and packed_head.out_features >= LEAST_COLUMNS:
-        plan.likeliest(layers.normed, packed_head, screened)
-    plan.logits(layers.normed, packed_head)
-    return plan.build()
+
+    def add_head(plan: PlanBuilder, states: int) -> None:
+        if packed_head.bias is None and packed_head.out_features >= LEAST_COLUMNS:
+            plan.likeliest(states, packed_head, screened)
+        plan.logits(states, packed_head)
+
+    add_head(plan, layers.normed)
+    plan.keep_states(layers.normed)
+    head = NativeHead(library, dtype, config.hidden_size, config.vocab_size, add_head)
+    return plan.build(), head
 
 
 class _LayerPlanner:

@@ -18,6 +18,7 @@ from shoal.backend.models.gemma4 import (
 )
 from shoal.backend.models.gemma4_config import Gemma4Config, Gemma4Rope
 from shoal.backend.models.layers import GatedMLP, Linear
+from shoal.backend.models.native_head import NativeHead
 from shoal.backend.models.native_parts import (
     GATED_EPILOGUES,
     HeadBuffers,
@@ -42,7 +43,7 @@ class NativeGemma4:
         self.config = model.config
         self.dtype = model.dtype
         self.device = torch.device("cpu")
-        self.plan = _build_plan(model, library)
+        self.plan, self.head = _build_plans(model, library)
         self._step = StepBuilder(self.dtype)
 
     @torch.inference_mode()
@@ -65,7 +66,7 @@ class NativeGemma4:
         return logits
 
 
-def _build_plan(model: Gemma4ForCausalLM, library: NativeLibrary) -> NativePlan:
+def _build_plans(model: Gemma4ForCausalLM, library: NativeLibrary) -> tuple[NativePlan, NativeHead]:
     config, dtype = model.config, model.dtype
     plan = PlanBuilder(library, dtype)
     ends = model.take_ends()
@@ -84,10 +85,16 @@ def _build_plan(model: Gemma4ForCausalLM, library: NativeLibrary) -> NativePlan:
         layers.add(idx, layer)
     last_norm = plan.rms_norm if config.shares_keys else plan.select_norm
     last_norm(layers.hidden, _weight(norm), norm.eps, out=layers.normed)
-    plan.logits(layers.normed, packed_head)
-    if config.final_softcap is not None:
-        plan.softcap(config.final_softcap, config.vocab_size)
-    return plan.build()
+
+    def add_head(plan: PlanBuilder, states: int) -> None:
+        plan.logits(states, packed_head)
+        if config.final_softcap is not None:
+            plan.softcap(config.final_softcap, config.vocab_size)
+
+    add_head(plan, layers.normed)
+    plan.keep_states(layers.normed)
+    head = NativeHead(library, dtype, config.hidden_size, config.vocab_size, add_head)
+    return plan.build(), head
 
 
 class _LayerPlanner:

@@ -2,7 +2,7 @@
 
 import torch
 
-from shoal.backend.forward_batch import ForwardBatch
+from shoal.backend.forward_batch import ForwardBatch, KnownStates
 from shoal.backend.models.layers import Linear
 from shoal.kernels.huge_pages import huge_empty
 from shoal.kernels.native_heads import AttentionHeads
@@ -21,9 +21,9 @@ def check_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
         raise IndexError(f"token ids must be in [0, {vocab_size - 1}]")
 
 
-def logits_memory(batch: ForwardBatch, vocab_size: int) -> torch.Tensor:
+def logits_memory(batch: ForwardBatch | KnownStates, vocab_size: int) -> torch.Tensor:
     """For float32 [num_samples, vocab_size]: the spent logits' memory if there is enough."""
-    shape = (len(batch.logits_indices), vocab_size)
+    shape = (batch.num_samples, vocab_size)
     spent = batch.spent_logits
     if spent is None or spent.numel() < shape[0] * vocab_size:
         return huge_empty(shape, torch.float32)
@@ -58,12 +58,12 @@ def screen(lm_head: Weight) -> ScreenedHead | None:
     return None if isinstance(lm_head, QuantizedWeight) else screen_head(lm_head)
 
 
-def wants_tokens(batch: ForwardBatch, plan: NativePlan) -> torch.Tensor | None:
+def wants_tokens(batch: ForwardBatch | KnownStates, plan: NativePlan) -> torch.Tensor | None:
     """Where the plan leaves the likeliest tokens, int64 [num_samples], if the batch asks for them
     and the plan can tell."""
     if batch.likeliest is None or not plan.screens:
         return None
-    batch.likeliest.tokens = torch.empty(len(batch.logits_indices), dtype=torch.int64)
+    batch.likeliest.tokens = torch.empty(batch.num_samples, dtype=torch.int64)
     return batch.likeliest.tokens
 
 

@@ -43,6 +43,7 @@ enum class OpKind : int32_t {
                         // nothing is packed the weight is that of kLogits, and in (T, or prepared)
                         // its rows. These three are for steps that want only tokens
   kGreedy = 22,         // in, the bounds -> the step's tokens; in, weight: as of kLogits
+  kTakeStates = 23,     // the step's hidden states -> out (T), of a plan that begins with them
   kPrepare = 20,        // in (T) -> out (bytes): rows as a product of `format` reads them
 };
 
@@ -118,7 +119,7 @@ struct Step {
   float* const* value_scales;     // [num_layers]
   float* logits;                  // [num_samples, vocab_size]
   int64_t* block_mass;  // [num_seqs, group 0's max_blocks], added to by its layers; or null
-  float* hidden_states;  // [num_samples, hidden_size], what logits are made of; or null
+  float* hidden_states;  // [num_samples, hidden_size], what logits are made of, or are to be; or null
   int64_t* tokens;  // [num_samples]: the likeliest, instead of logits; or null. For plans that screen
   int64_t* op_nanoseconds;  // [num_ops], added to: how long each operation took; or null
 };
@@ -405,6 +406,13 @@ class Plan : public PlanBase {
           const int64_t width = shapes_[op.in].width;
           for (int64_t j = 0; j < width; j++)
             step.hidden_states[i * width + j] = to_float(row<T>(op.in, i)[j]);
+        });
+        break;
+      case OpKind::kTakeStates:
+        each_row(num_rows, [&](int64_t i) {
+          const int64_t width = shapes_[op.out].width;
+          for (int64_t j = 0; j < width; j++)
+            assign(row<T>(op.out, i)[j], step.hidden_states[i * width + j]);
         });
         break;
       case OpKind::kScreenRows: {

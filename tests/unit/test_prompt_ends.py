@@ -1,0 +1,332 @@
+"""A prompt that comes again and is cached whole: no forward pass, and the same bits as with one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import make_scheduler, make_sequence, run_step
+from native_checks import BLOCKS, random_ids
+from paged_runs import BLOCK_SIZE, make_cache, make_paged_sequence
+from tiny_checkpoint import write_tiny_checkpoint
+from tiny_runs import CPU, make_kv_cache
+
+from shoal.backend.engine import Engine, EngineLimits
+from shoal.backend.forward_batch import ForwardBatch, KnownStates, LikeliestTokens
+from shoal.backend.kv_cache import PagedKVCache
+from shoal.backend.messages import AddSequence
+from shoal.backend.model_runner import KnownEnds, ModelRunner, build_forward_batch
+from shoal.backend.models.native_decoder import NativeDecoder
+from shoal.backend.prompt_ends import PromptEnds
+from shoal.backend.weights.loader import load_model
+from shoal.kernels.native_library import NativeLibrary
+from shoal.scheduler.eviction import LruPolicy
+from shoal.scheduler.images import ImageSpan
+from shoal.scheduler.outputs import ScheduledSequence, StepOutput
+from shoal.scheduler.sampling_params import SamplingParams
+
+PROMPT = random_ids(5 * BLOCK_SIZE, 128)
+FORMS = [
+    (torch.float32, "none"),
+    (torch.bfloat16, "none"),
+    *((torch.bfloat16, q) for q in ("int8", "int4")),
+]
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: f"{form[0]}-{form[1]}".removeprefix("torch."))
+def form(request: pytest.FixtureRequest) -> tuple[torch.dtype, str]:
+    return request.param
+
+
+class CountingModel:
+    def __init__(self, model: NativeDecoder) -> None:
+        self._model = model
+        self.num_rows: list[int] = []  # of each forward pass
+
+    def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor:
+        self.num_rows.append(len(batch.input_ids))
+        return self._model.forward(batch, kv)
+
+
+class Runs:
+    """An engine over a tiny model, which knows prompts' ends unless told otherwise."""
+
+    def __init__(
+        self,
+        model: NativeDecoder,
+        knows_ends: bool = True,
+        stored: torch.dtype | None = None,
+        **scheduler: Any,
+    ) -> None:
+        options = {"block_size": BLOCK_SIZE, "prefix_eviction": LruPolicy(), "num_blocks": 64}
+        self.scheduler = make_scheduler(**(options | scheduler))
+        cache = make_kv_cache(
+            model.config.kv_layout, self.scheduler, float("nan"), stored or model.dtype
+        )
+        self.ends = PromptEnds()
+        self.model = CountingModel(model)
+        ends = KnownEnds(self.ends, model.head) if knows_ends else None
+        runner = ModelRunner(self.model, cache, CPU, ends=ends)
+        limits = EngineLimits(model.config.vocab_size, 200, frozenset())
+        self.engine = Engine(self.scheduler, runner, limits)
+
+    def ask(
+        self, prompt: list[int] = PROMPT, seq_id: int = 1, salt: bytes = b"", **sampling: Any
+    ) -> list[StepOutput]:
+        """One request, to its end."""
+        self.add(prompt, seq_id, salt, **sampling)
+        outputs = []
+        while self.engine.has_unfinished:
+            outputs += self.engine.step()
+            self.scheduler.check_integrity()
+        return outputs
+
+    def add(
+        self, prompt: list[int] = PROMPT, seq_id: int = 1, salt: bytes = b"", **sampling: Any
+    ) -> None:
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
+        message = AddSequence(seq_id, list(prompt), len(prompt), params, cache_salt=salt)
+        self.engine.add(message)
+
+    def num_passes(self, *prompt: Any, **options: Any) -> int:
+        """Of a request for one token."""
+        before = len(self.model.num_rows)
+        self.ask(*prompt, max_tokens=1, **options)
+        return len(self.model.num_rows) - before
+
+
+def make_model(
+    folder: Path, native: NativeLibrary, dtype: torch.dtype, kind: str = "none", **config: Any
+) -> NativeDecoder:
+    checkpoint = write_tiny_checkpoint(folder / "tiny", **config)
+    return NativeDecoder(load_model(checkpoint, dtype, quantization=kind).model, native)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, native: NativeLibrary) -> NativeDecoder:
+    return make_model(tmp_path_factory.mktemp("tiny"), native, torch.bfloat16)
+
+
+@pytest.mark.parametrize("vocab_size", [128, 8200])  # the larger one's head has a screen
+def test_the_head_alone_gives_the_bits_of_the_whole_plan(
+    tmp_path: Path, native: NativeLibrary, form: tuple[torch.dtype, str], vocab_size: int
+) -> None:
+    model = make_model(tmp_path, native, *form, vocab_size=vocab_size)
+    cache = make_cache(model)
+    items = [
+        ScheduledSequence(make_paged_sequence(random_ids(9 + idx, vocab_size, idx), [block]), 3)
+        for idx, block in enumerate(BLOCKS)
+    ]
+    for item in items:  # all of three tokens
+        del item.sequence.token_ids[3:]
+    batch = build_forward_batch(items, BLOCK_SIZE, CPU, keeps_states=True)
+    expected = model.forward(batch, cache)
+    assert batch.hidden is not None
+    states = batch.hidden.states
+    assert states is not None
+    assert torch.equal(model.head.project(KnownStates(states)), expected)
+    for row in range(len(items)):
+        likeliest = LikeliestTokens()
+        logits = model.head.project(KnownStates(states[row : row + 1], likeliest, expected.clone()))
+        assert likeliest.tokens is not None
+        assert likeliest.tokens.tolist() == [int(expected[row].argmax())]
+        assert logits.shape == (1, vocab_size)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 1.0, "seed": 4, "top_p": 0.9, "logprobs": 3},
+        {"logprobs": 5, "frequency_penalty": 1.5, "max_tokens": 9},
+        {"min_tokens": 3, "stop_token_ids": frozenset(range(0, 128, 3))},
+    ],
+    ids=str,
+)
+def test_answers_are_those_of_a_forward_pass(
+    tmp_path: Path, native: NativeLibrary, form: tuple[torch.dtype, str], sampling: dict[str, Any]
+) -> None:
+    model = make_model(tmp_path, native, *form)
+    plain, runs = Runs(model, knows_ends=False), Runs(model)
+    cold = plain.ask(**sampling)
+    cached = plain.ask(**sampling)
+    runs.ask()
+    num_rows = len(runs.model.num_rows)
+    for _ in range(2):
+        assert runs.ask(**sampling) == cached
+    assert [output.token for output in cached] == [output.token for output in cold]
+    assert runs.model.num_rows[num_rows:] == [1] * (2 * (len(cached) - 1))
+    assert cached[0].num_cached_tokens == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_keys_and_values_in_fewer_bits(tiny: NativeDecoder, stored: torch.dtype) -> None:
+    runs, plain = Runs(tiny, stored=stored), Runs(tiny, knows_ends=False, stored=stored)
+    runs.ask()
+    plain.ask()
+    assert runs.ask(temperature=1.0, seed=5) == plain.ask(temperature=1.0, seed=5)
+    assert runs.num_passes() == 0
+
+
+def test_several_at_once(tiny: NativeDecoder) -> None:
+    prompts = [random_ids(2 * BLOCK_SIZE, 128, seed) for seed in range(3)]
+    plain, runs = Runs(tiny, knows_ends=False), Runs(tiny)
+    expected = [plain.ask(prompt)[0].token for prompt in prompts]
+    for prompt in prompts:
+        runs.ask(prompt)
+    before = len(runs.model.num_rows)
+    for seq_id, prompt in enumerate(prompts):
+        runs.add(prompt, seq_id)
+    outputs = runs.engine.step()
+    assert [output.token for output in outputs] == expected
+    assert len(runs.model.num_rows) == before
+
+
+def test_beside_others_it_runs_as_they_do(tiny: NativeDecoder) -> None:
+    runs = Runs(tiny)
+    texts = [[output.token for output in runs.ask()], [o.token for o in runs.ask(PROMPT[:7])]]
+    runs.add(PROMPT[:7], 1)
+    runs.add(PROMPT, 2)
+    outputs: list[StepOutput] = []
+    while runs.engine.has_unfinished:
+        outputs += runs.engine.step()
+    assert [o.token for o in outputs if o.seq_id == 2] == texts[0]
+    assert [o.token for o in outputs if o.seq_id == 1] == texts[1]
+    assert runs.model.num_rows[-6:] == [4, 2, 2, 2, 2, 2]
+
+
+def test_only_the_same_prompt_of_the_same_salt(tiny: NativeDecoder) -> None:
+    runs = Runs(tiny)
+    runs.ask(salt=b"a")
+    assert runs.num_passes(salt=b"a") == 0
+    assert runs.num_passes(salt=b"b") == 1
+    assert runs.num_passes() == 1
+    assert runs.num_passes([*PROMPT[:-1], (PROMPT[-1] + 1) % 128], salt=b"a") == 1
+    assert runs.num_passes([(PROMPT[0] + 1) % 128, *PROMPT[1:]], salt=b"a") == 1
+    assert runs.num_passes([*PROMPT, 5], salt=b"a") == 1
+    assert runs.num_passes(salt=b"a") == 0
+
+
+def test_not_when_its_blocks_were_evicted(tiny: NativeDecoder) -> None:
+    runs = Runs(tiny, num_blocks=8, max_model_len=32)
+    first = runs.ask(max_tokens=4)
+    runs.ask(random_ids(28, 128, 5), max_tokens=4)
+    assert len(runs.ends) == 2
+    assert runs.num_passes() == 1
+    assert runs.ask(max_tokens=4)[0].token == first[0].token
+
+
+def test_not_when_its_state_is_forgotten(tiny: NativeDecoder) -> None:
+    runs = Runs(tiny)
+    runs.ask()
+    runs.ends._states.clear()
+    assert runs.num_passes() == 1
+    assert runs.num_passes() == 0
+
+
+@pytest.mark.parametrize("wanted", [{"prompt_logprobs": 1}, {"pooling": "last", "max_tokens": 0}])
+def test_who_wants_more_than_the_next_token(tiny: NativeDecoder, wanted: dict[str, Any]) -> None:
+    runs, plain = Runs(tiny), Runs(tiny, knows_ends=False)
+    runs.ask()
+    plain.ask()
+    assert runs.ask(**wanted) == plain.ask(**wanted)
+
+
+def test_who_forgets_tokens_of_its_own(tiny: NativeDecoder) -> None:
+    """Its state is not that of the whole prompt."""
+    lossy = {"kv_policy": "attention_sink", "kv_budget": 64}
+    runs = Runs(tiny)
+    runs.ask(**lossy)
+    assert len(runs.ends) == 0
+    runs.ask()
+    assert runs.num_passes(**lossy) > 0
+
+
+def test_its_duration_teaches_nothing(tiny: NativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(tiny)
+    runs.ask()
+    noted: list[int] = []
+    monkeypatch.setattr(runs.scheduler.pace, "note", lambda *args: noted.append(args[0]))
+    runs.ask(max_tokens=3)
+    assert noted == [1, 1]
+
+
+class TestScheduler:
+    """What is said of the keys and values of a prompt's last token."""
+
+    def test_they_are_present_until_the_blocks_are_given_back(self) -> None:
+        scheduler = make_scheduler(block_size=4, prefix_eviction=LruPolicy())
+        scheduler.add(make_sequence(1, 8, max_tokens=4))
+        while scheduler.has_unfinished:
+            run_step(scheduler)
+        again = make_sequence(2, 8, prompt_seed=1, max_tokens=4)
+        scheduler.add(again)
+        (item,) = scheduler.schedule().scheduled
+        assert item.only_lacks_logits
+        scheduler._preempt(again)
+        assert again.num_present_tokens == 0
+        assert not item.only_lacks_logits
+
+    def test_the_token_that_follows_is_a_decode(self) -> None:
+        scheduler = make_scheduler(block_size=4, prefix_eviction=LruPolicy())
+        for seq_id in (1, 2):
+            scheduler.add(make_sequence(seq_id, 8, prompt_seed=1, max_tokens=4))
+            only_logits = []
+            while scheduler.has_unfinished:
+                (item,) = run_step(scheduler).output.scheduled
+                only_logits.append(item.only_lacks_logits)
+        # What is said of the item is said after its step.
+        assert not any(only_logits)
+
+
+class TestStates:
+    def states(self, value: float) -> torch.Tensor:
+        return torch.full((64,), float(value))
+
+    def test_the_latest_used_stay_within_the_bound(self) -> None:
+        ends = PromptEnds(max_bytes=2000)  # of two
+        first, second, third = (
+            make_sequence(seq_id, 10, prompt_seed=seq_id) for seq_id in range(3)
+        )
+        ends.keep(first, self.states(1))
+        ends.keep(second, self.states(2))
+        assert ends.find_all([first]) is not None
+        ends.keep(third, self.states(3))
+        assert len(ends) == 2
+        assert ends.find_all([second]) is None
+        found = ends.find_all([third, first])
+        assert found is not None
+        assert found[:, 0].tolist() == [3, 1]
+        assert ends.find_all([first, second]) is None
+
+    def test_again_and_too_long(self) -> None:
+        ends = PromptEnds(max_bytes=2000)
+        sequence, long = make_sequence(1, 10), make_sequence(2, 600)
+        for value in range(20):
+            ends.keep(sequence, self.states(value))
+        ends.keep(long, self.states(1))
+        assert len(ends) == 1
+        found = ends.find_all([sequence])
+        assert found is not None
+        assert found[0, 0] == 19
+
+    def test_a_copy_is_kept(self) -> None:
+        ends, sequence, states = PromptEnds(), make_sequence(1, 3), self.states(1)
+        ends.keep(sequence, states)
+        states[:] = 0
+        found = ends.find_all([sequence])
+        assert found is not None
+        assert found[0, 0] == 1
+
+    def test_images_are_not_told_by_token_ids(self) -> None:
+        sequence = make_sequence(1, 10)
+        assert PromptEnds.wants(sequence)
+        ends = PromptEnds()
+        ends.keep(sequence, self.states(1))
+        sequence.images = (ImageSpan(b"digest", 2, 4),)
+        assert not PromptEnds.wants(sequence)
+        assert ends.find_all([sequence]) is None
+
+    def test_only_a_prompts_end_is_worth_it(self) -> None:
+        assert not PromptEnds.wants(make_sequence(1, 10, num_output_tokens=1))
