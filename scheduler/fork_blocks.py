@@ -38,24 +38,48 @@ def fork_blocks(
 
 
 def copy_last_block(kv: KVCacheManager, sequence: Sequence) -> list[DeviceCopy]:
-    """Of a sequence that the prefix tree has whole, in full blocks, leave one token to compute.
+    """Of a sequence that the prefix tree has whole, leave one token to compute.
 
     It shares all blocks but the last, which it will write to: of that it gets a copy, where there
-    is a free block. So that token's keys and values are present, too, and only its logits are
-    lacking. Returns what must be copied before anything else is written.
+    is a free block. What the tree has there may go on otherwise after the sequence's tokens, as it
+    does after a prompt that was answered. So the last token's keys and values are present, too, and
+    only its logits are lacking. Returns what must be copied before anything else is written.
     """
-    num_tokens, size = sequence.num_tokens, kv.block_size
-    starts_at_last = size > 1 and 0 < sequence.num_computed_tokens == num_tokens - size
-    if not starts_at_last or kv.windows or kv.prefix_tree is None or not kv.pool.num_free:
+    num_computed, num_tokens = sequence.num_computed_tokens, sequence.num_tokens
+    starts_at_last = num_computed > 0 and num_tokens - num_computed <= kv.block_size
+    if not starts_at_last or kv.prefix_tree is None or not kv.pool.num_free:
         return []
-    if kv.num_shared_blocks(sequence) * size != sequence.num_computed_tokens:
+    if kv.num_shared_blocks(sequence) * kv.block_size != num_computed:
         return []
-    match = kv.prefix_tree.match(sequence.cache_salt, sequence.cache_keys, num_tokens)
-    if match.num_tokens < num_tokens or kv.allocate_slots(sequence, size - 1) is None:
+    keys = sequence.cache_keys
+    match = kv.prefix_tree.match(sequence.cache_salt, keys, num_computed)
+    block = kv.prefix_tree.block_after(match, keys[num_computed:])
+    if block is None:
+        return []
+    sources = [block]
+    for window in kv.windows:
+        beside = window.cached_beside(block)
+        if beside is None:
+            return []
+        sources.append(beside)
+    if not _allocate_beside(kv, sequence, sources[1:]):
         return []
     sequence.num_computed_tokens = num_tokens - 1
     sequence.num_present_tokens = num_tokens
-    return [DeviceCopy(0, match.block_ids[-1], sequence.block_table[-1])]
+    return [
+        DeviceCopy(group, source, table[-1])
+        for group, (source, table) in enumerate(zip(sources, sequence.block_tables, strict=True))
+    ]
+
+
+def _allocate_beside(kv: KVCacheManager, sequence: Sequence, kept: list[int]) -> bool:
+    """Allocate what the sequence's tokens need; the windows' cached blocks ``kept`` stay."""
+    for window, block in zip(kv.windows, kept, strict=True):
+        window.pool.incref((block,))
+    blocks = kv.allocate_slots(sequence, sequence.num_uncomputed_tokens)
+    for window, block in zip(kv.windows, kept, strict=True):
+        window.pool.free((block,))
+    return blocks is not None
 
 
 def _share_blocks(kv: KVCacheManager, parent: Sequence, child: Sequence, num_tokens: int) -> bool:

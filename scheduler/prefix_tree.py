@@ -9,6 +9,7 @@ their tails, so that what stays is always a usable prefix.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from shoal.scheduler.eviction import EvictionPolicy, NodeUsage
 from shoal.scheduler.eviction_candidates import EvictionCandidates
@@ -22,6 +23,8 @@ from shoal.scheduler.prefix_nodes import (
     PrefixNode,
     ancestors,
 )
+
+_MOST_BRANCHES = 64  # that are looked through for a block of which only the beginning is known
 
 
 class PrefixTree:
@@ -60,6 +63,23 @@ class PrefixTree:
         tokens = token_ids if isinstance(token_ids, list) else list(token_ids)
         node, taken, position = self._walk(node, tokens, limit, block_ids)
         return PrefixMatch(block_ids, position, node, taken, self._version)
+
+    def block_after(self, match: PrefixMatch, token_ids: Sequence[int]) -> int | None:
+        """A block that comes right after the match and begins with these tokens, at most a block
+        full. Of many branches only the first ones are looked at."""
+        assert match.version == self._version, "the tree changed since the match"
+        node, wanted = match.node, tuple(token_ids)
+        if match.num_node_blocks < len(node.block_ids):
+            start = match.num_node_blocks * self.block_size
+            begins = tuple(node.token_ids[start : start + len(wanted)]) == wanted
+            return node.block_ids[match.num_node_blocks] if begins else None
+        if len(wanted) == self.block_size:
+            child = node.children.get(wanted)
+            return child.block_ids[0] if child is not None else None
+        for key, child in islice(node.children.items(), _MOST_BRANCHES):
+            if key[: len(wanted)] == wanted:
+                return child.block_ids[0]
+        return None
 
     def match_exact(self, salt: bytes, token_ids: Sequence[int]) -> PrefixMatch | None:
         """All full blocks of a whole prompt in one look-up, or None; tokens are compared."""

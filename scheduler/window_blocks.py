@@ -132,6 +132,10 @@ class WindowBlocks:
             num_blocks = gap
         return num_blocks
 
+    def cached_beside(self, tree_block: int) -> int | None:
+        """What is cached for the same tokens as this block of the tree."""
+        return self._cached.get(tree_block)
+
     def attach(self, sequence: TokenSequence, tree_blocks: Sequence[int]) -> None:
         """Fill the empty table with what is needed after all these tree blocks."""
         table = self.table(sequence)

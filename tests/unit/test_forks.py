@@ -199,17 +199,19 @@ def test_forked_choices_have_the_texts_that_they_have_alone(llama, cached, num_b
     assert (forked.scheduler.num_preemptions > 0) == (num_blocks == 14)
 
 
-@pytest.mark.parametrize("num_prompt", [8, 11, 12, 13])
-def test_a_prompt_that_is_cached_whole_leaves_one_token(num_prompt):
+@pytest.mark.parametrize("windows", [(), ((5, 64),)])
+@pytest.mark.parametrize("num_prompt", [8, 10, 11, 12, 13, 14])
+def test_a_prompt_that_is_cached_whole_leaves_one_token(num_prompt, windows):
+    """Where it ends inside a block the answer has filled that, but for 14's."""
     contents = FakeKVContents()
-    scheduler = make_scheduler(block_size=BLOCK_SIZE, prefix_eviction=LruPolicy())
-    scheduler.add(make_sequence(0, num_prompt, max_tokens=3))
+    scheduler = make_scheduler(block_size=BLOCK_SIZE, prefix_eviction=LruPolicy(), windows=windows)
+    scheduler.add(make_sequence(0, num_prompt, max_tokens=2 if num_prompt == 14 else 3))
     finish(scheduler, contents)
     again = [make_child(seq_id, num_prompt, max_tokens=3) for seq_id in (1, 2)]
     for sequence in again:
         scheduler.add(sequence)
     step = run_step(scheduler, contents=contents)
-    left = num_prompt % BLOCK_SIZE or 1
+    left = 2 if num_prompt == 14 else 1
     assert step.num_tokens == {1: left, 2: left}
     assert [sequence.num_cached_tokens for sequence in again] == [num_prompt - left] * 2
     assert finish(scheduler, contents) == 4

@@ -45,6 +45,25 @@ def test_max_tokens_leaves_the_last_token_to_compute() -> None:
     assert match.block_ids == [0, 1]
 
 
+def test_a_block_that_begins_with_a_prompts_last_tokens() -> None:
+    tree = make_tree()
+    tree.insert(SALT, tokens(1, 2, 3), [0, 1, 2], 1)  # one run
+    tree.insert(SALT, [*tokens(1, 4), 7, 7, 7, 7], [0, 5, 6], 1)  # two, from the first block on
+
+    def after(*prefix: int, rest: list[int]) -> int | None:
+        return tree.block_after(tree.match(SALT, tokens(*prefix)), rest)
+
+    assert after(1, rest=[20, 21]) == 1
+    assert after(1, rest=[40]) == 5
+    assert after(1, rest=tokens(4)) == 5
+    assert after(1, rest=[20, 22]) is None
+    assert after(1, rest=tokens(5)) is None
+    assert after(1, 2, rest=[30, 31, 32]) == 2  # within a run
+    assert after(1, 2, rest=[40]) is None
+    assert after(1, 2, 3, rest=[7]) is None
+    tree.check_integrity()
+
+
 def test_salts_are_apart() -> None:
     tree = make_tree()
     tree.insert(b"a", tokens(1, 2), [0, 1], 1)

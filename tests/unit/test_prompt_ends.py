@@ -16,15 +16,17 @@ from shoal.backend.forward_batch import ForwardBatch, KnownStates, LikeliestToke
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.messages import AddSequence
 from shoal.backend.model_runner import KnownEnds, ModelRunner, build_forward_batch
-from shoal.backend.models.native_decoder import NativeDecoder
+from shoal.backend.models.native import NativeModel, make_native
 from shoal.backend.prompt_ends import PromptEnds
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary
+from shoal.load.tiny_models import write_tiny_model
 from shoal.scheduler.eviction import LruPolicy
 from shoal.scheduler.images import ImageSpan
 from shoal.scheduler.outputs import ScheduledSequence, StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
 
+WINDOW = 11
 PROMPT = random_ids(5 * BLOCK_SIZE, 128)
 FORMS = [
     (torch.float32, "none"),
@@ -39,7 +41,7 @@ def form(request: pytest.FixtureRequest) -> tuple[torch.dtype, str]:
 
 
 class CountingModel:
-    def __init__(self, model: NativeDecoder) -> None:
+    def __init__(self, model: NativeModel) -> None:
         self._model = model
         self.num_rows: list[int] = []  # of each forward pass
 
@@ -53,7 +55,7 @@ class Runs:
 
     def __init__(
         self,
-        model: NativeDecoder,
+        model: NativeModel,
         knows_ends: bool = True,
         stored: torch.dtype | None = None,
         **scheduler: Any,
@@ -97,13 +99,13 @@ class Runs:
 
 def make_model(
     folder: Path, native: NativeLibrary, dtype: torch.dtype, kind: str = "none", **config: Any
-) -> NativeDecoder:
+) -> NativeModel:
     checkpoint = write_tiny_checkpoint(folder / "tiny", **config)
-    return NativeDecoder(load_model(checkpoint, dtype, quantization=kind).model, native)
+    return make_native(load_model(checkpoint, dtype, quantization=kind).model, native)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, native: NativeLibrary) -> NativeDecoder:
+def tiny(tmp_path_factory: pytest.TempPathFactory, native: NativeLibrary) -> NativeModel:
     return make_model(tmp_path_factory.mktemp("tiny"), native, torch.bfloat16)
 
 
@@ -161,7 +163,7 @@ def test_answers_are_those_of_a_forward_pass(
 
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-def test_keys_and_values_in_fewer_bits(tiny: NativeDecoder, stored: torch.dtype) -> None:
+def test_keys_and_values_in_fewer_bits(tiny: NativeModel, stored: torch.dtype) -> None:
     runs, plain = Runs(tiny, stored=stored), Runs(tiny, knows_ends=False, stored=stored)
     runs.ask()
     plain.ask()
@@ -169,7 +171,7 @@ def test_keys_and_values_in_fewer_bits(tiny: NativeDecoder, stored: torch.dtype)
     assert runs.num_passes() == 0
 
 
-def test_several_at_once(tiny: NativeDecoder) -> None:
+def test_several_at_once(tiny: NativeModel) -> None:
     prompts = [random_ids(2 * BLOCK_SIZE, 128, seed) for seed in range(3)]
     plain, runs = Runs(tiny, knows_ends=False), Runs(tiny)
     expected = [plain.ask(prompt)[0].token for prompt in prompts]
@@ -183,20 +185,20 @@ def test_several_at_once(tiny: NativeDecoder) -> None:
     assert len(runs.model.num_rows) == before
 
 
-def test_beside_others_it_runs_as_they_do(tiny: NativeDecoder) -> None:
-    runs = Runs(tiny)
-    texts = [[output.token for output in runs.ask()], [o.token for o in runs.ask(PROMPT[:7])]]
-    runs.add(PROMPT[:7], 1)
+def test_beside_others_it_runs_as_they_do(tiny: NativeModel) -> None:
+    runs, plain, other = Runs(tiny), Runs(tiny, knows_ends=False), random_ids(7, 128, 9)
+    texts = [[o.token for o in runs.ask()], [o.token for o in plain.ask(other)]]
+    runs.add(other, 1)
     runs.add(PROMPT, 2)
     outputs: list[StepOutput] = []
     while runs.engine.has_unfinished:
         outputs += runs.engine.step()
     assert [o.token for o in outputs if o.seq_id == 2] == texts[0]
     assert [o.token for o in outputs if o.seq_id == 1] == texts[1]
-    assert runs.model.num_rows[-6:] == [4, 2, 2, 2, 2, 2]
+    assert runs.model.num_rows[-6:] == [8, 2, 2, 2, 2, 2]
 
 
-def test_only_the_same_prompt_of_the_same_salt(tiny: NativeDecoder) -> None:
+def test_only_the_same_prompt_of_the_same_salt(tiny: NativeModel) -> None:
     runs = Runs(tiny)
     runs.ask(salt=b"a")
     assert runs.num_passes(salt=b"a") == 0
@@ -208,7 +210,7 @@ def test_only_the_same_prompt_of_the_same_salt(tiny: NativeDecoder) -> None:
     assert runs.num_passes(salt=b"a") == 0
 
 
-def test_not_when_its_blocks_were_evicted(tiny: NativeDecoder) -> None:
+def test_not_when_its_blocks_were_evicted(tiny: NativeModel) -> None:
     runs = Runs(tiny, num_blocks=8, max_model_len=32)
     first = runs.ask(max_tokens=4)
     runs.ask(random_ids(28, 128, 5), max_tokens=4)
@@ -217,7 +219,7 @@ def test_not_when_its_blocks_were_evicted(tiny: NativeDecoder) -> None:
     assert runs.ask(max_tokens=4)[0].token == first[0].token
 
 
-def test_not_when_its_state_is_forgotten(tiny: NativeDecoder) -> None:
+def test_not_when_its_state_is_forgotten(tiny: NativeModel) -> None:
     runs = Runs(tiny)
     runs.ask()
     runs.ends._states.clear()
@@ -226,14 +228,14 @@ def test_not_when_its_state_is_forgotten(tiny: NativeDecoder) -> None:
 
 
 @pytest.mark.parametrize("wanted", [{"prompt_logprobs": 1}, {"pooling": "last", "max_tokens": 0}])
-def test_who_wants_more_than_the_next_token(tiny: NativeDecoder, wanted: dict[str, Any]) -> None:
+def test_who_wants_more_than_the_next_token(tiny: NativeModel, wanted: dict[str, Any]) -> None:
     runs, plain = Runs(tiny), Runs(tiny, knows_ends=False)
     runs.ask()
     plain.ask()
     assert runs.ask(**wanted) == plain.ask(**wanted)
 
 
-def test_who_forgets_tokens_of_its_own(tiny: NativeDecoder) -> None:
+def test_who_forgets_tokens_of_its_own(tiny: NativeModel) -> None:
     """Its state is not that of the whole prompt."""
     lossy = {"kv_policy": "attention_sink", "kv_budget": 64}
     runs = Runs(tiny)
@@ -243,13 +245,67 @@ def test_who_forgets_tokens_of_its_own(tiny: NativeDecoder) -> None:
     assert runs.num_passes(**lossy) > 0
 
 
-def test_its_duration_teaches_nothing(tiny: NativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_duration_teaches_nothing(tiny: NativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(tiny)
     runs.ask()
     noted: list[int] = []
     monkeypatch.setattr(runs.scheduler.pace, "note", lambda *args: noted.append(args[0]))
     runs.ask(max_tokens=3)
     assert noted == [1, 1]
+
+
+@pytest.mark.parametrize("num_tokens", range(2 * BLOCK_SIZE, 3 * BLOCK_SIZE + 2))
+def test_a_prompt_that_ends_inside_a_block(tiny: NativeModel, num_tokens: int) -> None:
+    """Where its answer filled the block."""
+    prompt = PROMPT[:num_tokens]
+    plain, runs = Runs(tiny, knows_ends=False), Runs(tiny)
+    drawn = {"temperature": 1.0, "seed": 8, "max_tokens": 7}
+    expected = plain.ask(prompt, **drawn)
+    assert runs.ask(prompt, max_tokens=BLOCK_SIZE + 1)
+    outputs = runs.ask(prompt, **drawn)
+    assert [output.token for output in outputs] == [output.token for output in expected]
+    assert outputs[0].num_cached_tokens == num_tokens - 1
+    assert runs.num_passes(prompt) == 0
+    # Others that begin as it does, or as its answer does, are not taken for it.
+    for other in (prompt[:-1], [*prompt[:-1], (prompt[-1] + 1) % 128], [*prompt, 3]):
+        expected = plain.ask(other, **drawn)
+        assert [o.token for o in runs.ask(other, **drawn)] == [o.token for o in expected]
+
+
+def test_a_turn_that_is_asked_again_in_another_way(tiny: NativeModel) -> None:
+    """An answer's end is no prompt's end until it was asked for as one."""
+    runs = Runs(tiny)
+    answer = [o.token.token_id for o in runs.ask(max_tokens=9) if o.token is not None]
+    longer = [*PROMPT, *answer[:6]]
+    assert runs.num_passes(longer) == 1
+    assert runs.model.num_rows[-1] == 1  # its keys and values are there, its state is not
+    assert runs.num_passes(longer) == 0
+
+
+@pytest.mark.parametrize("form", ["Gemma 3", "Gemma 4 (E2B)", "Gemma 4 (26B-A4B)"])
+def test_sliding_windows(tmp_path: Path, native: NativeLibrary, form: str) -> None:
+    if form == "Gemma 3":
+        write_tiny_checkpoint(
+            tmp_path,
+            architectures=["Gemma3ForCausalLM"],
+            head_dim=8,
+            num_hidden_layers=3,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=8,
+        )
+    else:
+        write_tiny_model(form, tmp_path, torch.float32, sliding_window=WINDOW)
+    model = make_native(load_model(tmp_path, torch.float32).model, native)
+    options: dict[str, Any] = {"windows": [(WINDOW, 64)]}
+    plain, runs = Runs(model, knows_ends=False, **options), Runs(model, **options)
+    for num_tokens in (3 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE - 1):
+        prompt = PROMPT[:num_tokens]
+        expected = [o.token for o in plain.ask(prompt, max_tokens=9)]
+        assert [o.token for o in runs.ask(prompt, max_tokens=9)] == expected
+        num_passes = len(runs.model.num_rows)
+        assert [o.token for o in runs.ask(prompt, max_tokens=9)] == expected
+        assert len(runs.model.num_rows) == num_passes + 8
 
 
 class TestScheduler:
