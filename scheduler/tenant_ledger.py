@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shoal.scheduler import refusals
 from shoal.scheduler.dispatched import DispatchedSequence
 from shoal.scheduler.policies import Ticket
+from shoal.scheduler.tenant_overlap import TenantOverlap
 from shoal.scheduler.tiers import TenantTable
 
 
@@ -29,17 +30,16 @@ class TenantLedger:
         self._num_in_service = 0
         self._prompts: Counter[str] = Counter()  # tokens of the prompts in service
         self._num_prompt_tokens = 0  # sum of ``_prompts``
-        self._several_at = float("-inf")
+        self._overlap = TenantOverlap()
 
     @property
     def num_in_service(self) -> int:
         """Sequences on workers."""
         return self._num_in_service
 
-    @property
-    def several_at(self) -> float:
-        """When a sequence last came while two tenants or more had live ones."""
-        return self._several_at
+    def are_several(self, now: float) -> bool:
+        """Whether two tenants or more have live sequences, or are likely to before long."""
+        return len(self._uses) > 1 or self._overlap.is_likely(now)
 
     def weight(self, tenant: str) -> float:
         return self._tenants.get(tenant).weight
@@ -48,13 +48,14 @@ class TenantLedger:
         """A new sequence is live."""
         ticket = sequence.ticket
         use = self._uses.get(ticket.tenant)
+        is_new = use is None
         if use is None:
             use = self._uses[ticket.tenant] = TenantUse()
             self._live_weight += ticket.tenant_weight
         use.num_requests += 1
         use.num_tokens += _most_tokens(sequence)
         if len(self._uses) > 1:
-            self._several_at = now
+            self._overlap.note_arrival(now, is_new and len(self._uses) == 2)
 
     def leave(self, sequence: DispatchedSequence) -> None:
         """A sequence, not in service, is live no more."""

@@ -10,7 +10,6 @@ from shoal.scheduler.worker_ledger import WorkerLedger
 # which two tenants' service may differ anyway (see VtcPolicy).
 _CREDIT = 1 / 8
 _BEHIND = 1 / 4  # of it: who was served so much less than another is urgent
-_RESERVE_AFTER_S = 30.0  # kept for so long after two tenants were there at once
 
 
 class TenantReserve:
@@ -46,7 +45,7 @@ class TenantReserve:
         return self._policy.peek_other(self._has_its_share)
 
     def _is_kept(self, now: float) -> bool:
-        return self._policy.is_fair and now - self._tenants.several_at < _RESERVE_AFTER_S
+        return self._policy.is_fair and self._tenants.are_several(now)
 
     def _has_its_share(self, tenant: str) -> bool:
         fleet = self._fleet
