@@ -2,25 +2,22 @@
 
 import contextlib
 import logging
-import os
 import select
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 
 from shoal.backend.chunk import Chunk
 from shoal.backend.engine_config import ConfigError
+from shoal.backend.failures import internal_error, no_worker, shutting_down
+from shoal.backend.inbox import Inbox
 from shoal.backend.intake import PreparedRequest
 from shoal.backend.live_request import LiveChoice, LiveRequest
-from shoal.backend.loop_status import LoopStatus
+from shoal.backend.loop_status import LoopCounts, LoopStatus
 from shoal.backend.messages import (
     AbortSequence,
     AddSequence,
-    CacheStatus,
     LoadProgress,
-    MemoryStatus,
-    ParityReport,
     StepResults,
     WorkerReady,
     WorkerStatus,
@@ -70,43 +67,26 @@ class DispatchLoop:
         self._tokenizer = tokenizer
         self._live: dict[int, LiveRequest] = {}  # by the seq_id of the first choice
         self._choices: dict[int, LiveChoice] = {}  # by seq_id, until their request ends
-        self._inbox: deque[Order] = deque()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._inbox = Inbox()
         self._stop_at: float | None = None
         self._draining = False
-        self._is_closed = False
         self._progress: Progress | None = None
         self._ready: WorkerReady | None = None
         self._was_refused = False
-        self._parity: ParityReport | None = None  # of the first worker, which alone is tested
-        self._worker_status: WorkerStatus | None = None
-        self._steps_before = 0  # of workers that are gone
-        self._preemptions_before = 0
-        self._memory_before = MemoryStatus()
-        self._cache_before = CacheStatus()
-        self._step_at = 0.0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._finished: Counter[str] = Counter()
+        self._counts = LoopCounts()
         self.status = LoopStatus()
         self.started = threading.Event()  # ready for the first time, or given up
         self.start_error: ConfigError | None = None
 
     def post(self, order: Order) -> None:
         """Hand an order to the loop; any thread, never blocks."""
-        self._inbox.append(order)
-        if self._is_closed:
-            self._refuse_late()
-        else:
-            self._wake()
+        self._inbox.post(order)
 
     def drain(self, deadline: float) -> None:
         """Refuse new requests and end when none is live, at ``deadline`` (monotonic) at latest."""
         self._stop_at = deadline
         self._draining = True
-        self._wake()
+        self._inbox.wake()
 
     @property
     def draining(self) -> bool:
@@ -147,19 +127,10 @@ class DispatchLoop:
         self._take_orders()
         for seq_id in list(self._live):
             self._fail(seq_id, shutting_down())
-        self._is_closed = True
-        self._refuse_late()
+        self._inbox.close()
         self._keeper.close()
         self._publish(time.monotonic())
         self.started.set()
-
-    def _refuse_late(self) -> None:
-        """Answer what came after the end. Safe from several threads: each order is taken once."""
-        with contextlib.suppress(IndexError):
-            while True:
-                order = self._inbox.popleft()
-                if isinstance(order, Submitted):
-                    order.sink(Chunk.of_error(shutting_down()))
 
     def _turn(self) -> None:
         with self._in_turn():
@@ -174,7 +145,7 @@ class DispatchLoop:
 
     def _wait(self) -> None:
         poller = select.poll()
-        poller.register(self._wake_read, select.POLLIN)
+        poller.register(self._inbox.fd, select.POLLIN)
         link = self._keeper.link
         if link is not None:
             if not link.is_over:  # or its end would wake us for ever
@@ -184,15 +155,8 @@ class DispatchLoop:
                 poller.register(link.exit_fd, select.POLLIN)
         poller.poll(TICK_MS)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it is awake already
-            os.write(self._wake_write, b"\0")
-
     def _take_orders(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 65536)
-        while self._inbox:
-            order = self._inbox.popleft()
+        for order in self._inbox.take():
             try:
                 self._take_order(order)
             except Exception:
@@ -234,7 +198,7 @@ class DispatchLoop:
         except RequestError as error:
             self._fail(order.seq_id, error)
             return
-        self._prompt_tokens += live.num_input_tokens
+        self._counts.prompt_tokens += live.num_input_tokens
         for choice in live.choices:
             self._emit(
                 live,
@@ -289,7 +253,7 @@ class DispatchLoop:
 
     def _refuse_without_worker(self) -> None:
         if self._keeper.failed_starts >= MAX_FAILED_STARTS:
-            raise _no_worker()
+            raise no_worker()
 
     def _cancel(self, seq_id: int) -> None:
         if seq_id in self._live:
@@ -329,7 +293,7 @@ class DispatchLoop:
                 if self._progress is not None and not self.started.is_set():
                     self._progress(message.phase, message.done, message.total)
             case WorkerSaid(message=StepResults() as message):
-                self._step_at = now
+                self._counts.step_at = now
                 deliveries = self._dispatcher.outputs(event.worker_id, message.outputs, now)
                 self._take_status(event.worker_id, message.status)
                 self._deliver(deliveries)
@@ -339,7 +303,7 @@ class DispatchLoop:
     def _worker_up(self, event: WorkerUp) -> None:
         ready = event.ready
         self._ready = ready
-        self._parity = ready.parity or self._parity
+        self._counts.parity = ready.parity or self._counts.parity
         log.info(
             "worker %d is ready: %s on %s, %d KV blocks of %d tokens, context of %d tokens",
             event.worker_id,
@@ -367,20 +331,15 @@ class DispatchLoop:
             prefix = "" if event.refused else "the worker ended while loading: "
             self.start_error = ConfigError(prefix + event.reason)
             return
-        if self._worker_status is not None:
-            self._steps_before += self._worker_status.step
-            self._preemptions_before += self._worker_status.num_preemptions
-            self._memory_before = self._worker_status.memory.with_totals_of(self._memory_before)
-            self._cache_before = self._worker_status.cache.with_totals_of(self._cache_before)
-            self._worker_status = None
+        self._counts.note_worker_gone()
         if event.was_ready:
             self._deliver(self._dispatcher.worker_dead(event.worker_id, now))
         if self._keeper.failed_starts >= MAX_FAILED_STARTS:
             for seq_id in list(self._live):
-                self._fail(seq_id, _no_worker())
+                self._fail(seq_id, no_worker())
 
     def _take_status(self, worker_id: int, status: WorkerStatus) -> None:
-        self._worker_status = status
+        self._counts.take(status)
         self._dispatcher.worker_status(
             worker_id, status.free_blocks, status.num_running, status.num_waiting, status.step
         )
@@ -412,7 +371,7 @@ class DispatchLoop:
         if delta.stop_hit and delivery.finish_reason is None:
             self._drop(delivery.seq_id)
         chunk = choice.chunk(delivery, delta, self._tokenizer)
-        self._generation_tokens += chunk.num_new_tokens
+        self._counts.generation_tokens += chunk.num_new_tokens
         if chunk.final:
             self._finish(live.seq_id, chunk)
         else:
@@ -430,7 +389,7 @@ class DispatchLoop:
             del self._choices[choice.seq_id]
             self._drop(choice.seq_id)
         assert chunk.finish_reason is not None
-        self._finished[chunk.finish_reason.value] += 1
+        self._counts.finished[chunk.finish_reason.value] += 1
         self._emit(live, chunk)
 
     def _emit(self, live: LiveRequest, chunk: Chunk) -> None:
@@ -440,48 +399,6 @@ class DispatchLoop:
             log.exception("a chunk could not be handed on")
 
     def _publish(self, now: float) -> None:
-        ready, worker = self._ready, self._worker_status
-        memory = worker.memory if worker else MemoryStatus()
-        cache = worker.cache if worker else CacheStatus()
-        self.status = LoopStatus(
-            turn_at=now,
-            worker_state=self._keeper.state,
-            heard_at=self._keeper.heard_at,
-            step=self._steps_before + (worker.step if worker else 0),
-            step_at=self._step_at,
-            free_blocks=worker.free_blocks if worker else 0,
-            total_blocks=ready.num_blocks if ready else 0,
-            num_running=worker.num_running if worker else 0,
-            num_waiting=worker.num_waiting if worker else 0,
-            num_preemptions=self._preemptions_before + (worker.num_preemptions if worker else 0),
-            memory=memory.with_totals_of(self._memory_before),
-            cache=cache.with_totals_of(self._cache_before),
-            num_queued=self._dispatcher.num_queued,
-            num_live=len(self._live),
-            worker_restarts=self._keeper.num_restarts,
-            max_model_len=ready.max_model_len if ready else 0,
-            max_num_seqs=ready.max_num_seqs if ready else 0,
-            parity=self._parity,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            finished=dict(self._finished),
-            drain=self._dispatcher.estimate(now),
-            tiers=self._dispatcher.counts,
+        self.status = self._counts.status(
+            now, self._keeper, self._dispatcher, self._ready, len(self._live)
         )
-
-
-def shutting_down() -> RequestError:
-    return RequestError("The server is shutting down.", code="shutting_down", status=503)
-
-
-def internal_error() -> RequestError:
-    return RequestError("The server failed on this request.", code="internal_error", status=500)
-
-
-def _no_worker() -> RequestError:
-    return RequestError(
-        "The model's worker cannot be started at present.",
-        code="worker_unavailable",
-        status=503,
-        retry_after_ms=10_000,
-    )

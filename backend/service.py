@@ -19,10 +19,9 @@ from shoal.backend.dispatch_loop import (
     DispatchLoop,
     Progress,
     Turn,
-    internal_error,
-    shutting_down,
 )
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.failures import internal_error, shutting_down
 from shoal.backend.grammar_compiler import GrammarCompiler
 from shoal.backend.image_prompt import ImagePrompter
 from shoal.backend.intake import Intake, PreparedRequest, RawRequest
