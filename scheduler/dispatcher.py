@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shoal.scheduler import refusals
-from shoal.scheduler.admission import Admission
+from shoal.scheduler.admission import Admission, NewRequest
 from shoal.scheduler.dispatched import Abort, Add, Command, Delivery, DispatchedSequence
 from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.drain import DrainEstimate
@@ -43,17 +43,10 @@ class Dispatcher:
 
     def __init__(self, config: DispatcherConfig) -> None:
         self.config = config
-        self.is_draining = False
         self._sequences: dict[int, DispatchedSequence] = {}
         self._policy = make_policy(config.policy)
-        self._admission = Admission(
-            config.policy,
-            self._policy.is_fair,
-            config.tenants,
-            config.max_queued_requests,
-            config.max_queued_tokens,
-        )
         self._fleet = Fleet(max(1, min(_SUSPECT_AFTER_REPLAYS, config.max_replays)))
+        self._admission = Admission(config, self._policy.is_fair, self._fleet)
         self._reserve = TenantReserve(self._policy, self._admission.tenants, self._fleet)
         self._preemptor = Preemptor(config.preemption, self._fleet)
         self._deadlines: LazyHeap[DispatchedSequence] = LazyHeap()
@@ -139,9 +132,10 @@ class Dispatcher:
         )
         deliveries: list[Delivery] = []
         if num_choices:
-            deliveries = self._admit(
-                ticket, sampling.max_tokens or 0, timeout_s, num_choices, num_prompts, now
+            request = NewRequest(
+                ticket, sampling.max_tokens or 0, timeout_s, num_choices, num_prompts
             )
+            deliveries = self._admit(request, now)
         sequence = DispatchedSequence(
             seq_id,
             list(prompt_token_ids),
@@ -164,7 +158,7 @@ class Dispatcher:
 
     def estimate(self, now: float) -> DrainEstimate:
         """A snapshot of how long a new sequence would wait, for any thread to ask."""
-        estimate = self._estimate(now)
+        estimate = self._admission.estimate(now)
         return replace(
             estimate,
             work_by_tier=dict(estimate.work_by_tier),
@@ -291,7 +285,7 @@ class Dispatcher:
 
     def drain(self) -> None:
         """Refuse new sequences from now on; those taken go on."""
-        self.is_draining = True
+        self._admission.is_draining = True
 
     def fail_all(self, error: RequestError) -> list[Delivery]:
         """Fail every live sequence, as at the end; workers are told with the next poll."""
@@ -308,36 +302,24 @@ class Dispatcher:
             assert sequence.preempted_from is None or sequence.worker_id is None
             assert (sequence.seq_id in self._deadlines) == (sequence.timeout_s is not None)
 
-    def _admit(
-        self,
-        ticket: Ticket,
-        max_tokens: int,
-        timeout_s: float | None,
-        num_choices: int,
-        num_prompts: int,
-        now: float,
-    ) -> list[Delivery]:
-        """Check a new request as a whole, and shed what it needs gone. Raises RequestError, and
-        counts it, for one that is refused."""
-        tenant, tier, num_tokens = ticket.tenant, ticket.tier, ticket.num_prompt_tokens
+    def _admit(self, request: NewRequest, now: float) -> list[Delivery]:
+        """Shed what a new request needs gone. Raises RequestError, and counts it, for one that is
+        refused."""
         try:
-            if self.is_draining:
-                raise refusals.draining()
-            if not self._fleet.can_ever_fit(num_tokens):
-                raise self._fleet.too_long(num_tokens)
-            most_tokens = num_choices * (num_tokens + max_tokens)
-            # Of the prompts that come with it nothing is known but that they have a token.
-            least_others = (num_prompts - 1) * num_choices * (1 + max_tokens)
-            self._admission.check_tenant(
-                tenant, num_choices, most_tokens, num_prompts, least_others
-            )
-            if timeout_s is not None:
-                left_s = ticket.arrival + timeout_s - now
-                self._check_deadline(tenant, tier, timeout_s, left_s, now)
-            return self._make_place(tenant, tier, num_choices, num_choices * num_tokens, now)
+            victims = self._admission.admit(request, now)
         except RequestError as error:
-            self._counts[tier.name].refused[error.code] += 1
+            counts = self._counts[request.ticket.tier.name]
+            counts.refused[error.code] += 1
+            counts.timed_out += error.code == "timeout"
             raise
+        for victim in victims:
+            self._counts[victim.tier.name].shed += 1
+        return [
+            self._fail(
+                self._sequences[victim.seq_id], refusals.shed(self._admission.next_retry_ms(now))
+            )
+            for victim in victims
+        ]
 
     def _take(
         self, worker: WorkerLedger, sequence: DispatchedSequence, output: StepOutput, now: float
@@ -472,33 +454,3 @@ class Dispatcher:
     def _take_aborts(self) -> list[Command]:
         aborts, self._aborts = self._aborts, []
         return aborts
-
-    def _make_place(
-        self, tenant: str, tier: Tier, num_requests: int, num_tokens: int, now: float
-    ) -> list[Delivery]:
-        """Shed what a new sequence needs gone. Raises RequestError when the queue stays full."""
-        victims = self._admission.make_place(tenant, tier, num_requests, num_tokens, now)
-        for victim in victims:
-            self._counts[victim.tier.name].shed += 1
-        return [
-            self._fail(
-                self._sequences[victim.seq_id], refusals.shed(self._admission.next_retry_ms(now))
-            )
-            for victim in victims
-        ]
-
-    def _check_deadline(
-        self, tenant: str, tier: Tier, timeout_s: float, left_s: float, now: float
-    ) -> None:
-        if left_s <= 0:
-            self._counts[tier.name].timed_out += 1
-            raise refusals.timed_out(timeout_s)
-        wait_s = self._estimate(now).wait_s(tenant, tier)
-        if wait_s > left_s:
-            raise refusals.deadline(wait_s, timeout_s)
-
-    def _estimate(self, now: float) -> DrainEstimate:
-        """Holds the live sums, not copies."""
-        return self._admission.estimate(
-            now, has_free_slot=self._fleet.has_free_slot, is_draining=self.is_draining
-        )
