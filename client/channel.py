@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 import msgspec
-from tritonclient.grpc import service_pb2
 
-from shoal.backend.channel_messages import TELL_WAIT_MS, ChannelOrders, ReadNews, Submission
+from shoal.backend.channel_messages import TELL_WAIT_MS, ChannelOrders
 from shoal.client import errors, tensors
 from shoal.client.channel_stream import ChannelStream, Opening
+from shoal.client.channel_wire import ChannelWire
 from shoal.client.errors import ShoalError
 
 logger = logging.getLogger("shoal.channel")
@@ -52,8 +52,7 @@ class ModelChannel:
         self._openings: dict[str, Opening] = {}  # by id, until they have ended
         self._current: Opening | None = None  # what new requests go to
         self._tasks: set[asyncio.Task[None]] = set()  # one for each gRPC stream
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ReadNews)
+        self._wire = ChannelWire(model)
 
     @property
     def num_open(self) -> int:
@@ -79,26 +78,19 @@ class ModelChannel:
         on wrong types.
         """
         ref = next(self._refs)
-        submission = Submission(
+        encoded = self._wire.submission(
             ref,
-            _utf8("text_input", text_input),
-            _utf8("messages", messages),
-            _token_ids(input_ids),
-            tensors.encode_sampling({**(sampling or {})}).encode(),
-            stream,
-            return_logprobs,
-            False,
-            echo,
-            dict(parameters or {}),
-            request_id,
+            text_input=text_input,
+            messages=messages,
+            input_ids=input_ids,
+            sampling=sampling,
+            stream=stream,
+            return_logprobs=return_logprobs,
+            echo=echo,
+            parameters=parameters,
+            request_id=request_id,
         )
-        try:
-            encoded = self._encoder.encode(submission)
-        except (UnicodeEncodeError, TypeError, OverflowError) as error:
-            raise ShoalError("The request cannot be sent.", 400, detail=str(error)) from None
-        wanted = (sampling or {}).get("n")
-        num_choices = wanted if isinstance(wanted, int) and wanted > 1 else 1
-        opened = ChannelStream(self.drop, ref, encoded, num_choices)
+        opened = ChannelStream(self.drop, ref, encoded, tensors.num_choices(sampling))
         self._streams[ref] = opened
         self._submit(opened)
         return opened
@@ -256,7 +248,7 @@ class ModelChannel:
             waited_ms.clear()
         # Nothing else travels with them: they may go to another version than has the channel.
         orders = ChannelOrders(opening.id, opens, batch, waited_ms=waited_ms)
-        return self._message(orders, message_id, self._version)
+        return self._wire.request(orders, message_id, self._version)
 
     def _order_message(self, opening: Opening) -> Any:
         cancellations, opening.cancellations = opening.cancellations, []
@@ -264,24 +256,10 @@ class ModelChannel:
         orders = ChannelOrders(opening.id, cancellations=cancellations, num_read=opening.num_read)
         # To the version that has the channel, which need no longer be the server's choice.
         version = opening.version or self._version
-        return self._message(orders, str(next(self._messages)), version)
-
-    def _message(self, orders: ChannelOrders, message_id: str, version: str) -> Any:
-        data = self._encoder.encode(orders)
-        request = service_pb2.ModelInferRequest(
-            model_name=self._model,
-            model_version=version,
-            id=message_id,
-            raw_input_contents=[data],
-        )
-        request.inputs.add(name="channel", datatype="UINT8", shape=[len(data)])
-        request.parameters["triton_enable_empty_final_response"].bool_param = True
-        return request
+        return self._wire.request(orders, str(next(self._messages)), version)
 
     def _read(self, opening: Opening, response: Any) -> None:
-        news = self._decoder.decode(
-            response.raw_output_contents[0] if response.outputs else b"\x80"
-        )
+        news = self._wire.news(response)
         if news.is_unknown:
             self._unknown(opening, response.id)
             return
@@ -390,14 +368,3 @@ async def _held_open(message: Any, opening: Opening) -> AsyncIterator[Any]:
 
 async def _once(message: Any) -> AsyncIterator[Any]:
     yield message
-
-
-def _utf8(name: str, text: str | None) -> bytes | None:
-    try:
-        return None if text is None else text.encode()
-    except UnicodeEncodeError:
-        raise ShoalError(f"{name} holds text that is not valid Unicode.", 400) from None
-
-
-def _token_ids(ids: Sequence[int] | None) -> list[int] | None:
-    return None if ids is None else tensors.checked_token_ids(ids).tolist()

@@ -3,7 +3,7 @@
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,12 @@ def encode_sampling(sampling: dict[str, Any]) -> str:
             "invalid_type",
             detail=str(error),
         ) from None
+
+
+def num_choices(sampling: Mapping[str, Any] | None) -> int:
+    """How many answers will end. What is no number of choices the backend refuses."""
+    wanted = (sampling or {}).get("n")
+    return wanted if isinstance(wanted, int) and wanted > 1 else 1
 
 
 def decode_outputs(response: Any) -> dict[str, Any]:
