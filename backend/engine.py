@@ -157,6 +157,11 @@ class Engine:
             self._step_log.finished(self._num_steps, output, results, free_blocks)
         return refused + results
 
+    def rest(self) -> None:
+        """Nothing is to be done: do now what the next step would have to."""
+        if self._guard:
+            self._guard.while_idle()
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._refused) or self._scheduler.has_unfinished

@@ -21,13 +21,13 @@ from shoal.backend.kv_tiers import build_kv_tiers
 from shoal.backend.machine import available_memory, freeing_at_once, num_usable_cpus
 from shoal.backend.memory_watch import make_memory_watch
 from shoal.backend.messages import WorkerReady
-from shoal.backend.model_runner import KnownEnds, Model, ModelRunner
+from shoal.backend.model_runner import Model, ModelRunner
 from shoal.backend.models.any_config import ServedConfig
 from shoal.backend.models.native import NativeModel, make_native
 from shoal.backend.models.transformers_model import TransformersModel
 from shoal.backend.models.vision import Vision, load_vision
 from shoal.backend.pressure_guard import PressureGuard
-from shoal.backend.prompt_ends import PromptEnds
+from shoal.backend.prompt_ends import KnownEnds
 from shoal.backend.runners import (
     FoundWeights,
     ServedModel,
@@ -221,7 +221,7 @@ def _known_ends(config: EngineConfig, model: Model) -> KnownEnds | None:
     """For models whose rows depend on their own tokens alone."""
     if not config.prefix_caching or not isinstance(model, NativeModel):
         return None
-    return KnownEnds(PromptEnds(), model.head)
+    return KnownEnds(model.head)
 
 
 def _on_kernels(model: ServedModel, native: NativeLibrary | None, progress: Progress) -> Model:

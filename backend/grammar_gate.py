@@ -45,6 +45,10 @@ class GrammarGate:
         refused = self._admit_compiled()
         return refused + (self._engine.step() if self._engine.has_unfinished else [])
 
+    def rest(self) -> None:
+        """As the engine's."""
+        self._engine.rest()
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._compiling) or self._engine.has_unfinished

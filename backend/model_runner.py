@@ -3,10 +3,9 @@
 import logging
 from array import array
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,7 +14,6 @@ from shoal.backend.forward_batch import (
     ForwardBatch,
     GroupTables,
     HiddenStates,
-    KnownStates,
     LikeliestTokens,
     SoftTokens,
 )
@@ -25,9 +23,8 @@ from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.kv_mover import KVMover
 from shoal.backend.logits_processors import NONE_ALLOWED, AllowedTokens
 from shoal.backend.logits_rows import LogitsRows, PooledTokens, ScoredTokens
-from shoal.backend.models.native_head import NativeHead
 from shoal.backend.pressure_guard import PressureGuard, is_out_of_memory
-from shoal.backend.prompt_ends import PromptEnds
+from shoal.backend.prompt_ends import KnownEnds, Projected
 from shoal.backend.sampler import (
     SampleError,
     describe_token,
@@ -40,7 +37,7 @@ from shoal.kernels.native_library import NativeLibrary
 from shoal.scheduler.images import image_cut_by
 from shoal.scheduler.outputs import SampledToken, ScheduledSequence, SchedulerOutput
 from shoal.scheduler.sequence import PooledStates, Sequence
-from shoal.scheduler.transfers import only_device_copies
+from shoal.scheduler.transfers import DeviceCopy, only_device_copies
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +53,6 @@ class Model(Protocol):
     logits: float32 [num_samples, vocab_size], rows as in ``batch.logits_indices``."""
 
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class KnownEnds:
-    """What spares a prompt that is cached whole its forward pass: the states after prompts' ends,
-    and the model's output projection for them."""
-
-    states: PromptEnds
-    head: NativeHead
 
 
 class ModelRunner:
@@ -91,6 +79,7 @@ class ModelRunner:
         self._native = native
         self._images = images
         self._ends = ends
+        self._owed: list[DeviceCopy] = []  # ordered, and not carried out yet
         self._spent_logits: torch.Tensor | None = None
 
     @torch.inference_mode()
@@ -105,7 +94,8 @@ class ModelRunner:
         if self._mover is not None:
             self._mover.carry_out(output.transfers)
         else:  # without a host tier there is nothing else to move
-            self._kv_cache.copy_blocks(only_device_copies(output.transfers))
+            self._carry_out_owed()
+            self._owed = only_device_copies(output.transfers)
         batches = [output.scheduled] if output.scheduled else []
         while batches:
             scheduled = batches.pop()
@@ -115,6 +105,12 @@ class ModelRunner:
             elif failure is _Failure.BROKEN:
                 batches += reversed(_find_culprit(scheduled, result))
         return result
+
+    def _carry_out_owed(self) -> None:
+        """Copies are made before the next forward pass, and before those of the next step. Nobody
+        else reads or writes blocks, and a step that runs none is over sooner."""
+        owed, self._owed = self._owed, []
+        self._kv_cache.copy_blocks(owed)
 
     def _try_batch(self, scheduled: Batch, result: RunResult) -> "_Failure | None":
         """Run a batch. On failure only its kind is kept: the error would hold on to its tensors."""
@@ -129,34 +125,29 @@ class ModelRunner:
 
     def _run_batch(self, scheduled: Batch, result: RunResult) -> None:
         rows = LogitsRows.of(scheduled)
-        projected = self._project_known(scheduled)
+        projected = None
+        if self._ends is not None:
+            likeliest = _takes_likeliest(scheduled)
+            projected = self._ends.project(scheduled, likeliest, self._spent_logits)
         if projected is not None:
             result.known_ends.update(item.sequence.seq_id for item in scheduled)
         else:
             projected = self._compute(scheduled, rows, result)
-        self._keep_logits(projected.logits)
+        logits, token_ids = projected
+        if logits is not None:
+            self._keep_logits(logits)
         sequences = [item.sequence for item in scheduled if item.samples]
-        if projected.tokens is not None:
-            tokens = take_likeliest(projected.tokens.tolist())
+        if token_ids is not None:
+            tokens = take_likeliest(token_ids)
             for sequence, token in zip(sequences, tokens, strict=True):
                 _record(result, sequence, token)
-        else:
-            self._sample(projected.logits, rows, sequences, result)
+        elif logits is not None:
+            self._sample(logits, rows, sequences, result)
 
-    def _project_known(self, scheduled: Batch) -> "_Projected | None":
-        """The output projection alone, where nothing else is lacking and all states are known."""
-        if self._ends is None or not all(item.only_lacks_logits for item in scheduled):
-            return None
-        states = self._ends.states.find_all([item.sequence for item in scheduled])
-        if states is None:
-            return None
-        likeliest = LikeliestTokens() if _takes_likeliest(scheduled) else None
-        known = KnownStates(states, likeliest, self._spent_logits)
-        return _Projected.of(self._ends.head.project(known), likeliest)
-
-    def _compute(self, scheduled: Batch, rows: LogitsRows, result: RunResult) -> "_Projected":
+    def _compute(self, scheduled: Batch, rows: LogitsRows, result: RunResult) -> Projected:
         """The forward pass, and what comes of it beside logits."""
-        ended = [] if self._ends is None else _ended_prompts(scheduled, rows)
+        self._carry_out_owed()
+        ended = [] if self._ends is None else self._ends.of_step(scheduled, rows)
         batch = build_forward_batch(
             scheduled,
             self._kv_cache.block_size,
@@ -167,17 +158,17 @@ class ModelRunner:
             keeps_states=bool(ended),
         )
         logits = self._model.forward(batch, self._kv_cache)
+        projected = Projected.of(logits, batch.likeliest)
         if batch.block_mass is not None:
             _record_mass(result, scheduled, batch.block_mass)
         states = batch.hidden.states if batch.hidden is not None else None
         for pooled in rows.pooled:
             assert states is not None
             result.pooled[pooled.item.sequence.seq_id] = _pool(states, pooled)
-        for sequence, row in ended:
-            assert self._ends is not None
+        if self._ends is not None and ended:
             assert states is not None
-            self._ends.states.keep(sequence, states[row])
-        return _Projected.of(logits, batch.likeliest)
+            self._ends.keep(ended, states, projected)
+        return projected
 
     def _sample(
         self,
@@ -244,17 +235,6 @@ class ModelRunner:
         return []
 
 
-class _Projected(NamedTuple):
-    """What the output projection gave: logits, or where nothing else was wanted tokens."""
-
-    logits: torch.Tensor
-    tokens: torch.Tensor | None
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, likeliest: LikeliestTokens | None) -> "_Projected":
-        return cls(logits, None if likeliest is None else likeliest.tokens)
-
-
 class _Failure(Enum):
     BROKEN = 0
     OUT_OF_MEMORY = 1
@@ -307,14 +287,6 @@ def _record_mass(result: RunResult, scheduled: Batch, block_mass: torch.Tensor) 
     for item, row in zip(scheduled, block_mass.tolist(), strict=True):
         if _needs_mass(item.sequence):
             result.block_mass[item.sequence.seq_id] = row[: len(item.sequence.block_table)]
-
-
-def _ended_prompts(scheduled: Batch, rows: LogitsRows) -> list[tuple[Sequence, int]]:
-    """Whose prompts end in this step so that their states are worth keeping, and their rows of the
-    logits."""
-    sampled = [item.sequence for item in scheduled if item.samples]
-    pairs = zip(sampled, rows.sampled, strict=True)
-    return [(sequence, row) for sequence, row in pairs if PromptEnds.wants(sequence)]
 
 
 def _takes_likeliest(scheduled: SequenceOf[ScheduledSequence]) -> bool:

@@ -15,7 +15,8 @@ from shoal.backend.memory_watch import MemoryReading, MemoryWatch
 from shoal.scheduler.step_limits import StepLimits
 
 MIB = 2**20
-CHECK_INTERVAL_S = 0.1  # a look costs some 0.1 ms
+CHECK_INTERVAL_S = 0.1  # a look costs some 0.1 ms, and 0.4 after a pause
+IDLE_S = 0.06  # between two calls while nothing runs, at most; a late one makes a step look itself
 # Headroom, as a part of the ceiling and in bytes; the smaller of the two is the mark.
 HIGH_MARK = (0.05, 2048 * MIB)
 CRITICAL_MARK = (0.02, 512 * MIB)
@@ -69,9 +70,15 @@ class PressureGuard:
         """What the next step may do. Reads the memory every 100 ms at most."""
         now = self._clock()
         if now >= self._next_check:
-            self._next_check = now + CHECK_INTERVAL_S
-            self._take(self._memory.read(), now)
+            self._look(now, CHECK_INTERVAL_S)
         return StepLimits(self._budget, admits=self.pressure is not Pressure.CRITICAL)
+
+    def while_idle(self) -> None:
+        """Look while nothing waits for it, so that the first step after need not. Called at least
+        each ``IDLE_S``; reads the memory every 100 ms at most."""
+        now = self._clock()
+        if now >= self._next_check - IDLE_S:
+            self._look(now, CHECK_INTERVAL_S + IDLE_S)
 
     def allocation_failed(self, num_tokens: int) -> None:
         """A batch of ``num_tokens`` tokens did not fit; afterwards what can be freed is free."""
@@ -80,6 +87,10 @@ class PressureGuard:
         self._recovery_s = min(2 * self._recovery_s, MAX_RECOVERY_S)
         self._grow_at = self._clock() + self._recovery_s
         self._memory.release()
+
+    def _look(self, now: float, valid_s: float) -> None:
+        self._next_check = now + valid_s
+        self._take(self._memory.read(), now)
 
     def _take(self, reading: MemoryReading, now: float) -> None:
         self.pressure = self._classify(reading)

@@ -58,6 +58,7 @@ class EngineLike(Protocol):
     def add(self, message: AddSequence) -> None: ...
     def abort(self, seq_id: int) -> None: ...
     def step(self) -> list[StepOutput]: ...
+    def rest(self) -> None: ...
 
 
 class ParentLink:
@@ -112,6 +113,7 @@ class Worker:
     def _turn(self) -> int:
         """One step, or a sign of life; returns how long to wait for messages after it."""
         if not self._engine.has_unfinished:
+            self._engine.rest()
             self._link.send(self._engine.status)
             return IDLE_MS
         started = time.monotonic()

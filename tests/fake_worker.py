@@ -39,6 +39,9 @@ class FakeEngine:
     def abort(self, seq_id: int) -> None:
         self._live.pop(seq_id, None)
 
+    def rest(self) -> None:
+        pass
+
     def step(self) -> list[StepOutput]:
         self._num_steps += 1
         return [self._advance(message) for message in list(self._live.values())]

@@ -28,8 +28,10 @@ class FakeMemory:
         self.ceiling = ceiling
         self.headroom = ceiling
         self.num_releases = 0
+        self.num_reads = 0
 
     def read(self):
+        self.num_reads += 1
         return MemoryReading(self.ceiling, self.headroom)
 
     def release(self):
@@ -76,6 +78,22 @@ def test_memory_is_read_every_100_ms_and_not_every_step(guard, clock, memory):
     memory.headroom = 0
     assert guard.before_step() == StepLimits(512)
     assert look(guard, clock).max_num_tokens == 256
+
+
+def test_an_idle_worker_looks_so_that_its_next_step_need_not(guard, clock, memory):
+    look(guard, clock)
+    num_reads = memory.num_reads
+    for _ in range(20):
+        clock.now += 0.05
+        guard.while_idle()
+    assert 8 <= memory.num_reads - num_reads <= 11  # every 100 ms
+    num_reads = memory.num_reads
+    clock.now += 0.05  # a step comes, at the latest after one more turn
+    guard.before_step()
+    assert memory.num_reads == num_reads
+    clock.now += 0.12
+    guard.before_step()
+    assert memory.num_reads == num_reads + 1
 
 
 def test_high_pressure_halves_steps_to_a_sixteenth_and_admits(guard, clock, memory):

@@ -15,9 +15,9 @@ from shoal.backend.engine import Engine, EngineLimits
 from shoal.backend.forward_batch import ForwardBatch, KnownStates, LikeliestTokens
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.messages import AddSequence
-from shoal.backend.model_runner import KnownEnds, ModelRunner, build_forward_batch
+from shoal.backend.model_runner import ModelRunner, build_forward_batch
 from shoal.backend.models.native import NativeModel, make_native
-from shoal.backend.prompt_ends import PromptEnds
+from shoal.backend.prompt_ends import KnownEnds, PromptEnds
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary
 from shoal.load.tiny_models import write_tiny_model
@@ -25,6 +25,7 @@ from shoal.scheduler.eviction import LruPolicy
 from shoal.scheduler.images import ImageSpan
 from shoal.scheduler.outputs import ScheduledSequence, StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
+from shoal.scheduler.sequence import Sequence
 
 WINDOW = 11
 PROMPT = random_ids(5 * BLOCK_SIZE, 128)
@@ -67,7 +68,7 @@ class Runs:
         )
         self.ends = PromptEnds()
         self.model = CountingModel(model)
-        ends = KnownEnds(self.ends, model.head) if knows_ends else None
+        ends = KnownEnds(model.head, self.ends) if knows_ends else None
         runner = ModelRunner(self.model, cache, CPU, ends=ends)
         limits = EngineLimits(model.config.vocab_size, 200, frozenset())
         self.engine = Engine(self.scheduler, runner, limits)
@@ -222,7 +223,7 @@ def test_not_when_its_blocks_were_evicted(tiny: NativeModel) -> None:
 def test_not_when_its_state_is_forgotten(tiny: NativeModel) -> None:
     runs = Runs(tiny)
     runs.ask()
-    runs.ends._states.clear()
+    runs.ends._ends.clear()
     assert runs.num_passes() == 1
     assert runs.num_passes() == 0
 
@@ -243,6 +244,28 @@ def test_who_forgets_tokens_of_its_own(tiny: NativeModel) -> None:
     assert len(runs.ends) == 0
     runs.ask()
     assert runs.num_passes(**lossy) > 0
+
+
+def test_its_likeliest_token_is_kept_too(
+    tiny: NativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, num_projected = Runs(tiny), 0
+    project = tiny.head.project
+
+    def counted(known: KnownStates) -> torch.Tensor:
+        nonlocal num_projected
+        num_projected += 1
+        return project(known)
+
+    monkeypatch.setattr(tiny.head, "project", counted)
+    drawn = runs.ask(temperature=1.0, seed=1)  # whose step tells no likeliest token
+    assert num_projected == 0
+    texts = [[output.token for output in runs.ask()] for _ in range(3)]
+    assert num_projected == 1
+    assert texts[0] == texts[1] == texts[2]
+    again = runs.ask(temperature=1.0, seed=1)
+    assert [output.token for output in again] == [output.token for output in drawn]
+    assert num_projected == 2
 
 
 def test_its_duration_teaches_nothing(tiny: NativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,21 +363,19 @@ class TestStates:
     def states(self, value: float) -> torch.Tensor:
         return torch.full((64,), float(value))
 
+    def kept(self, ends: PromptEnds, *sequences: Sequence) -> list[float | None]:
+        found = [ends.find(sequence) for sequence in sequences]
+        return [None if end is None else float(end.states[0]) for end in found]
+
     def test_the_latest_used_stay_within_the_bound(self) -> None:
         ends = PromptEnds(max_bytes=2000)  # of two
-        first, second, third = (
-            make_sequence(seq_id, 10, prompt_seed=seq_id) for seq_id in range(3)
-        )
+        first, second, third = (make_sequence(idx, 10, prompt_seed=idx) for idx in range(3))
         ends.keep(first, self.states(1))
         ends.keep(second, self.states(2))
-        assert ends.find_all([first]) is not None
+        assert self.kept(ends, first) == [1]
         ends.keep(third, self.states(3))
         assert len(ends) == 2
-        assert ends.find_all([second]) is None
-        found = ends.find_all([third, first])
-        assert found is not None
-        assert found[:, 0].tolist() == [3, 1]
-        assert ends.find_all([first, second]) is None
+        assert self.kept(ends, first, second, third) == [1, None, 3]
 
     def test_again_and_too_long(self) -> None:
         ends = PromptEnds(max_bytes=2000)
@@ -363,26 +384,21 @@ class TestStates:
             ends.keep(sequence, self.states(value))
         ends.keep(long, self.states(1))
         assert len(ends) == 1
-        found = ends.find_all([sequence])
-        assert found is not None
-        assert found[0, 0] == 19
+        assert self.kept(ends, sequence, long) == [19, None]
 
     def test_a_copy_is_kept(self) -> None:
         ends, sequence, states = PromptEnds(), make_sequence(1, 3), self.states(1)
         ends.keep(sequence, states)
         states[:] = 0
-        found = ends.find_all([sequence])
-        assert found is not None
-        assert found[0, 0] == 1
+        assert self.kept(ends, sequence) == [1]
 
     def test_images_are_not_told_by_token_ids(self) -> None:
-        sequence = make_sequence(1, 10)
+        ends, sequence = PromptEnds(), make_sequence(1, 10)
         assert PromptEnds.wants(sequence)
-        ends = PromptEnds()
         ends.keep(sequence, self.states(1))
-        sequence.images = (ImageSpan(b"digest", 2, 4),)
+        sequence.images = (ImageSpan(2, 4, b"digest"),)
         assert not PromptEnds.wants(sequence)
-        assert ends.find_all([sequence]) is None
+        assert ends.find(sequence) is None
 
     def test_only_a_prompts_end_is_worth_it(self) -> None:
         assert not PromptEnds.wants(make_sequence(1, 10, num_output_tokens=1))
