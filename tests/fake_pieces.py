@@ -46,6 +46,12 @@ class Request:
 Script = Callable[[Request], Iterator[Piece]]
 
 
+def endless(request: Request) -> Iterator[Piece]:
+    """Until it is cancelled."""
+    while True:
+        yield Piece("x", delay_s=0.01)
+
+
 def echo_script(request: Request) -> Iterator[Piece]:
     """As many numbered words as max_tokens says (4 unless given)."""
     sampling = request.sampling

@@ -13,11 +13,6 @@ COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def endless(request: Request) -> Iterator[Piece]:
-    while True:
-        yield Piece("x", delay_s=0.01)
-
-
 def silent(request: Request) -> Iterator[Piece]:
     yield Piece("never", delay_s=3600)
 

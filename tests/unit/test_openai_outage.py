@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_pieces import Piece, Request
+from fake_pieces import Piece, Request, endless
 from fake_triton import MODEL, FakeTriton
 from shim_thread import ShimThread, wait_until
 
@@ -33,11 +33,6 @@ def shim(triton: FakeTriton) -> Iterator[ShimThread]:
     with ShimThread(triton.url, lost_after_s=0.6, forget_after_s=0.3) as running:
         running.wait_ready()
         yield running
-
-
-def endless(request: Request) -> Iterator[Piece]:
-    while True:
-        yield Piece("x", delay_s=0.01)
 
 
 def post(shim: ShimThread, **fields: Any) -> httpx.Response:

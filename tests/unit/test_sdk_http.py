@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_pieces import Piece, Request, echo_script
+from fake_pieces import Piece, Request, echo_script, endless
 from fake_triton import MODEL, FakeModel, FakeTriton
 from shim_thread import ShimThread
 
@@ -71,11 +71,6 @@ def client(
 def http(shim: ShimThread, key: tuple[Path, str], model: FakeModel) -> Iterator[Client]:
     with Client(f"{shim.url}/v1/", model=MODEL, api_key=key[1], retries=NO_RETRIES) as made:
         yield made
-
-
-def endless(request: Request) -> Iterator[Piece]:
-    while True:
-        yield Piece("x", delay_s=0.01)
 
 
 def silent(request: Request) -> Iterator[Piece]:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from fake_pieces import Piece, Request
+from fake_pieces import Piece, Request, endless
 from fake_triton import MODEL, FakeModel
-from shim_calls import CHAT, COMPLETIONS, MESSAGES, chat, completion, endless, events, refusal
+from shim_calls import CHAT, COMPLETIONS, MESSAGES, chat, completion, events, refusal
 
 
 def test_several_prompts(http: httpx.Client, model: FakeModel) -> None:

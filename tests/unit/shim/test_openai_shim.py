@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_pieces import Piece
+from fake_pieces import Piece, endless
 from fake_triton import MODEL, FakeModel
 from shim_calls import (
     CHAT,
@@ -16,7 +16,6 @@ from shim_calls import (
     MESSAGES,
     chat,
     completion,
-    endless,
     events,
     refusal,
     silent,

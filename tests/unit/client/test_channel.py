@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_pieces import Piece, Request
+from fake_pieces import Piece, Request, endless
 from fake_triton import MODEL, FakeModel, FakeTriton
 
 from shoal.backend.channel_messages import ACK_EVERY
@@ -22,27 +22,10 @@ WAIT_S = 20.0
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeTriton]:
-    with FakeTriton() as server:
-        yield server
-
-
-@pytest.fixture
-async def triton(fake: FakeTriton) -> AsyncIterator[TritonStream]:
-    async with TritonStream(fake.url) as client:
-        yield client
-
-
-@pytest.fixture
 async def channel(triton: TritonStream) -> AsyncIterator[ModelChannel]:
     opened = triton.channel(MODEL)
     yield opened
     await opened.close()
-
-
-def endless(request: Request) -> Iterator[Piece]:
-    while True:
-        yield Piece("x", delay_s=0.005)
 
 
 def ask(channel: ModelChannel, text: str = "a b c", **sampling: Any) -> ChannelStream:

@@ -2,34 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_pieces import Piece, Request
+from fake_pieces import Piece, Request, endless
 from fake_triton import MODEL, FakeModel, FakeTriton
 from shim_thread import wait_until
 
 from shoal.client.errors import ShoalError, unavailable
 from shoal.client.triton_stream import TritonStream
 from shoal.client.types import Delta
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeTriton]:
-    with FakeTriton() as server:
-        yield server
-
-
-@pytest.fixture
-async def triton(fake: FakeTriton) -> AsyncIterator[TritonStream]:
-    async with TritonStream(fake.url) as client:
-        yield client
-
-
-def endless(request: Request) -> Iterator[Piece]:
-    while True:
-        yield Piece("x", delay_s=0.01)
 
 
 def silent(request: Request) -> Iterator[Piece]:

@@ -1,7 +1,7 @@
 """The monitor notices what Triton's readiness hides."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from fake_triton import MODEL, FakeTriton
@@ -10,12 +10,6 @@ from shim_thread import wait_until
 from shoal.client import heartbeat_monitor
 from shoal.client.heartbeat_monitor import HeartbeatMonitor
 from shoal.client.triton_stream import TritonStream
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeTriton]:
-    with FakeTriton() as server:
-        yield server
 
 
 @pytest.fixture

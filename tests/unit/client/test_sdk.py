@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fake_pieces import Piece, Request
+from fake_pieces import endless
 from fake_triton import MODEL, FakeModel, FakeTriton
 
 from shoal.client.errors import ShoalError
@@ -13,20 +13,9 @@ from shoal.client.types import Completion, Usage
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeTriton]:
-    with FakeTriton() as server:
-        yield server
-
-
-@pytest.fixture
 def client(fake: FakeTriton) -> Iterator[Client]:
     with Client(fake.url) as connected:
         yield connected
-
-
-def endless(request: Request) -> Iterator[Piece]:
-    while True:
-        yield Piece("x", delay_s=0.01)
 
 
 def test_generate(client: Client, fake: FakeTriton) -> None:
