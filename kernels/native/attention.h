@@ -402,7 +402,10 @@ class Attention {
       if (mass_.units) scratch_.mass.begin_span(start, first_key, count);
       look_ahead(start);
       for (int64_t head = 0; head < task_.num_kv_heads; head++) {
-        gather(task_.kv_head + head, start, first_key, count);
+        if (head > 0 && points_into_cache())
+          point_to_next_head(first_key, count);
+        else
+          gather(task_.kv_head + head, start, first_key, count);
         const int64_t base = head * num_rows_;
         score(base + first_row, base + last_row, count);
         for (int64_t row = first_row; row < last_row; row++) {
@@ -416,6 +419,14 @@ class Attention {
 
   int64_t first_span(const AttentionTask& task, int64_t split) const {
     return std::max(split * kSplit, task.lowest(0, shape_.window) / kSpan * kSpan);
+  }
+
+  // Keys and values are used where they lie, and those of a token's heads lie side by side.
+  bool points_into_cache() const { return std::is_same_v<S, T> && dim_ == width_; }
+
+  void point_to_next_head(int64_t first, int64_t count) {
+    for (int64_t i = first; i < count; i++) keys_[i] += dim_;
+    for (int64_t i = first; i < count; i++) values_[i] += dim_;
   }
 
   // Keys and values of one head of a span.
@@ -471,6 +482,17 @@ class Attention {
   }
 
   void score(int64_t first, int64_t last, int64_t count) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16>)
+      if (last - first <= kFewRows && dim_ % 16 == 0) {
+        for (int64_t key = 0; key < count; key += kPanel) {
+          score_keys(last - first, &scratch_.queries[first * dim_], dim_, keys_ + key,
+                     &scratch_.scores[first * kSpan + key], kSpan, ahead_);
+          ahead_.fetch(8);
+        }
+        return;
+      }
+#endif
     for (int64_t panel = 0; panel * kPanel < count; panel++) {
       T* packed = scratch_.keys.data() + panel * panel_elements<T>(dim_);
       pack_keys(keys_ + panel * kPanel, dim_, packed, ahead_);
@@ -523,10 +545,20 @@ class Attention {
     first = first / step * step;
     count = (count + step - 1) / step * step;
     if (num_rows <= kTileRows) {
-      for (int64_t column = 0; column < width_; column += kPanel) {
+      constexpr int64_t both = 2 * kPanel;
+      const bool few = num_rows <= kFewRows && width_ % both == 0;
+      for (int64_t column = 0; column < width_; column += few ? both : kPanel) {
+        const Weight<T>* weights = weights_of(first_row);
+        float* sums = &scratch_.sums[first_row * width_ + column];
         ahead_.fetch(12);
-        add_weighted(num_rows, weights_of(first_row), values_, first, count, column,
-                     &scratch_.sums[first_row * width_ + column], width_);
+        if (few) {
+          ahead_.fetch(12);
+          add_weighted<T, kFewRows, both>(num_rows, weights, values_, first, count, column, sums,
+                                          width_);
+        } else {
+          add_weighted<T, kTileRows>(num_rows, weights, values_, first, count, column, sums,
+                                     width_);
+        }
       }
       return;
     }

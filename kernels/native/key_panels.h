@@ -8,29 +8,37 @@
 namespace shoal {
 
 #if defined(__AVX512F__)
-// 16 x 16 words: rows [16] at `source`, columns to `target` with a stride. What rows 4 apart
-// have in four columns is loaded into one register: half the shuffles that whole rows would take.
+// The words of 16 rows in four columns, by column. What rows 4 apart have there is loaded into one
+// register: half the shuffles that whole rows would take.
+template <class T>
+inline void four_columns(const T* const* rows, int64_t first, __m512i (&columns)[4]) {
+  __m512i r[4], t[4];
+  for (int i = 0; i < 4; i++) {
+    const auto part = [&](int row) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + first));
+    };
+    r[i] = _mm512_castsi128_si512(part(i));
+    r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, part(4 + i));
+    r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, part(8 + i));
+    r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xf000, part(12 + i));
+  }
+  t[0] = _mm512_unpacklo_epi32(r[0], r[1]);
+  t[1] = _mm512_unpackhi_epi32(r[0], r[1]);
+  t[2] = _mm512_unpacklo_epi32(r[2], r[3]);
+  t[3] = _mm512_unpackhi_epi32(r[2], r[3]);
+  columns[0] = _mm512_unpacklo_epi64(t[0], t[2]);
+  columns[1] = _mm512_unpackhi_epi64(t[0], t[2]);
+  columns[2] = _mm512_unpacklo_epi64(t[1], t[3]);
+  columns[3] = _mm512_unpackhi_epi64(t[1], t[3]);
+}
+
+// 16 x 16 words: rows [16] at `source`, columns to `target` with a stride.
 inline void transpose_16(const int32_t* const* source, int32_t* target, int64_t target_stride) {
   for (int64_t column = 0; column < 16; column += 4) {
-    __m512i r[4], t[4];
-    for (int i = 0; i < 4; i++) {
-      const auto part = [&](int row) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(source[row] + column));
-      };
-      r[i] = _mm512_castsi128_si512(part(i));
-      r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, part(4 + i));
-      r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, part(8 + i));
-      r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xf000, part(12 + i));
-    }
-    t[0] = _mm512_unpacklo_epi32(r[0], r[1]);
-    t[1] = _mm512_unpackhi_epi32(r[0], r[1]);
-    t[2] = _mm512_unpacklo_epi32(r[2], r[3]);
-    t[3] = _mm512_unpackhi_epi32(r[2], r[3]);
-    int32_t* to = target + column * target_stride;
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi64(t[0], t[2]));
-    _mm512_storeu_si512(to + target_stride, _mm512_unpackhi_epi64(t[0], t[2]));
-    _mm512_storeu_si512(to + 2 * target_stride, _mm512_unpacklo_epi64(t[1], t[3]));
-    _mm512_storeu_si512(to + 3 * target_stride, _mm512_unpackhi_epi64(t[1], t[3]));
+    __m512i columns[4];
+    four_columns(source, column, columns);
+    for (int i = 0; i < 4; i++)
+      _mm512_storeu_si512(target + (column + i) * target_stride, columns[i]);
   }
 }
 #endif
@@ -87,6 +95,71 @@ void pack_keys(const T* const* keys, int64_t head_dim, T* panel, SpanAhead& ahea
       panel[(i / group * kPanel + key) * group + i % group] =
           i < head_dim ? keys[key][i] : T{};
 }
+
+// Rows of queries that score keys as these come out of the transposition, without a panel; for more
+// of them a panel pays.
+constexpr int kFewRows = 4;
+
+#if defined(__AVX512BF16__)
+// The words of 16 keys in eight columns, by column.
+inline void eight_columns(const BFloat16* const* keys, int64_t first, __m512i (&columns)[8]) {
+  __m512i r[8], t[8];
+  for (int i = 0; i < 8; i++) {
+    const auto part = [&](int key) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys[key] + first));
+    };
+    const int key = i / 4 * 8 + i % 4;
+    r[i] = _mm512_inserti64x4(_mm512_castsi256_si512(part(key)), part(key + 4), 1);
+  }
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    r[2 * i] = _mm512_unpacklo_epi64(t[i], t[2 + i]);
+    r[2 * i + 1] = _mm512_unpackhi_epi64(t[i], t[2 + i]);
+    r[4 + 2 * i] = _mm512_unpacklo_epi64(t[4 + i], t[6 + i]);
+    r[4 + 2 * i + 1] = _mm512_unpackhi_epi64(t[4 + i], t[6 + i]);
+  }
+  for (int i = 0; i < 4; i++) {
+    columns[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    columns[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+  }
+}
+
+// scores[row][0..32) = what the tile makes of a panel of these 32 keys, to the bit.
+template <int kRows>
+inline void score_keys_rows(const BFloat16* queries, int64_t head_dim, const BFloat16* const* keys,
+                            float* scores, int64_t scores_stride, SpanAhead& ahead) {
+  Vec sums[kRows][kVecs] = {};
+  for (int64_t first = 0; first < head_dim; first += 16) {
+    if (first % 32 == 0) ahead.fetch_rows(kVecs * ahead.rows_per_square);
+    __m512i pairs[kVecs][8];
+    for (int v = 0; v < kVecs; v++) eight_columns(keys + v * kLanes, first, pairs[v]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; row++) {
+        const IntVec pair = splat_pair(queries + row * head_dim + first + 2 * i);
+        for (int v = 0; v < kVecs; v++)
+          sums[row][v] = pair_multiply_add(pair, (IntVec)pairs[v][i], sums[row][v]);
+      }
+  }
+  for (int row = 0; row < kRows; row++)
+    for (int v = 0; v < kVecs; v++) store(scores + row * scores_stride + v * kLanes, sums[row][v]);
+}
+
+template <int kRows = kFewRows>
+inline void score_keys(int64_t rows, const BFloat16* queries, int64_t head_dim,
+                       const BFloat16* const* keys, float* scores, int64_t scores_stride,
+                       SpanAhead& ahead) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows)
+      return score_keys<kRows - 1>(rows, queries, head_dim, keys, scores, scores_stride, ahead);
+  }
+  score_keys_rows<kRows>(queries, head_dim, keys, scores, scores_stride, ahead);
+}
+#endif
 
 // What weights of values are rounded to, so that they multiply in pairs where the CPU does that; as
 // transformers rounds them too.
@@ -158,56 +231,59 @@ void pack_values(const T* const* values, int64_t first, int64_t count, int64_t w
   }
 }
 
-// out[row][0..32) += weights[row][first..count) * values[.][column..column + 32): what the tile does
-// with a panel of values, without the panel.
-template <class T, int kRows>
+// out[row][0..kWidth) += weights[row][first..count) * values[.][column..column + kWidth), whole panels
+// wide: what the tile does with panels of values, without the panels.
+template <class T, int kRows, int kWidth>
 void add_weighted_rows(const Weight<T>* weights, const T* const* values, int64_t first,
                        int64_t count, int64_t column, float* out, int64_t out_stride) {
-  Vec sums[kRows][kVecs];
+  constexpr int kWidthVecs = kWidth / kLanes;
+  Vec sums[kRows][kWidthVecs];
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
-    for (int v = 0; v < kVecs; v++) sums[row][v] = load(out + row * out_stride + v * kLanes);
+    for (int v = 0; v < kWidthVecs; v++) sums[row][v] = load(out + row * out_stride + v * kLanes);
 #if defined(__AVX512BF16__)
   if constexpr (sizeof(T) == 2) {
     for (int64_t key = first; key < count; key += 2) {
-      IntVec pairs[kVecs];
-      pair_values(values[key] + column, values[key + 1] + column, pairs);
+      IntVec pairs[kWidthVecs / kVecs][kVecs];
+      for (int i = 0; i < kWidthVecs / kVecs; i++)
+        pair_values(values[key] + column + i * kPanel, values[key + 1] + column + i * kPanel,
+                    pairs[i]);
 #pragma GCC unroll 12
       for (int row = 0; row < kRows; row++) {
         int32_t both;
         std::memcpy(&both, weights + row * kSpan + key, sizeof both);
         const IntVec weight = both - IntVec{};
-        for (int v = 0; v < kVecs; v++)
-          sums[row][v] = pair_multiply_add(weight, pairs[v], sums[row][v]);
+        for (int v = 0; v < kWidthVecs; v++)
+          sums[row][v] = pair_multiply_add(weight, pairs[v / kVecs][v % kVecs], sums[row][v]);
       }
     }
   }
 #endif
   if constexpr (sizeof(Weight<T>) == 4)
     for (int64_t key = first; key < count; key++) {
-      Vec value[kVecs];
-      for (int v = 0; v < kVecs; v++) value[v] = load_wide(values[key] + column + v * kLanes);
+      Vec value[kWidthVecs];
+      for (int v = 0; v < kWidthVecs; v++) value[v] = load_wide(values[key] + column + v * kLanes);
 #pragma GCC unroll 12
       for (int row = 0; row < kRows; row++) {
         const Vec weight = splat(weights[row * kSpan + key]);
-        for (int v = 0; v < kVecs; v++)
+        for (int v = 0; v < kWidthVecs; v++)
           sums[row][v] = multiply_add(weight, value[v], sums[row][v]);
       }
     }
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
-    for (int v = 0; v < kVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
+    for (int v = 0; v < kWidthVecs; v++) store(out + row * out_stride + v * kLanes, sums[row][v]);
 }
 
-template <class T, int kRows = kTileRows>
+template <class T, int kRows, int kWidth = kPanel>
 void add_weighted(int rows, const Weight<T>* weights, const T* const* values, int64_t first,
                   int64_t count, int64_t column, float* out, int64_t out_stride) {
   if constexpr (kRows > 1) {
     if (rows < kRows)
-      return add_weighted<T, kRows - 1>(rows, weights, values, first, count, column, out,
-                                        out_stride);
+      return add_weighted<T, kRows - 1, kWidth>(rows, weights, values, first, count, column, out,
+                                                out_stride);
   }
-  add_weighted_rows<T, kRows>(weights, values, first, count, column, out, out_stride);
+  add_weighted_rows<T, kRows, kWidth>(weights, values, first, count, column, out, out_stride);
 }
 
 }  // namespace shoal
