@@ -1,16 +1,12 @@
-"""The simulator: virtual times, conservation, determinism, the step cost fit, the workloads."""
+"""The simulator: virtual times, conservation, determinism, measures and reports."""
 
-import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
+from simulations import CONFIG, make_options, make_request, simulate
 from typer.testing import CliRunner
 
-from shoal.backend.step_log import StepRecord, StepSequence
 from shoal.load.measures import summarize
 from shoal.load.records import Outcome, RequestRecord, SimulationResult
 from shoal.load.report import ReportContext, write_report
@@ -22,45 +18,18 @@ from shoal.load.simulation import (
     SimulationConfig,
     WorkerSettings,
     default_dispatcher,
-    saturation_rate,
 )
-from shoal.load.step_cost import (
-    DEFAULT_FIT,
-    MeasuredStep,
-    StepCost,
-    StepCostFit,
-    StepShape,
-    fit_step_cost,
-    read_step_log,
-)
+from shoal.load.step_cost import StepCost
 from shoal.load.virtual_time import EventLoop
-from shoal.load.workload import Request, Segment, Tier, Workload, segment_tokens
-from shoal.load.workloads import WORKLOADS, WorkloadOptions
+from shoal.load.workload import Tier, Workload, segment_tokens
+from shoal.load.workloads import WORKLOADS
 from shoal.scheduler.dispatched import Delivery
 from shoal.scheduler.dispatcher import Dispatcher
 from shoal.scheduler.dispatcher_config import DispatcherConfig
 from shoal.scheduler.errors import RequestError
 from shoal.scheduler.sampling_params import SamplingParams
 
-COST = StepCost(base=0.02, per_prefill_token=0.001, per_decode_seq=0.002)
-CONFIG = SimulationConfig(cost=COST)
 TRACES = {"azure", "mooncake"}
-
-
-def make_request(
-    arrival: float, num_prompt_tokens: int, num_output_tokens: int, name: str = ""
-) -> Request:
-    key = name or f"request at {arrival}"
-    prompt = (Segment(f"prompt of {key}", num_prompt_tokens),)
-    return Request(arrival, prompt, Segment(f"answer to {key}", num_output_tokens))
-
-
-def make_options(config: SimulationConfig = CONFIG, **options: Any) -> WorkloadOptions:
-    return WorkloadOptions(partial(saturation_rate, config), **options)
-
-
-def simulate(workload: Workload, config: SimulationConfig = CONFIG) -> SimulationResult:
-    return Simulation(workload, config).run()
 
 
 def facts(result: SimulationResult) -> list[tuple[object, ...]]:
@@ -311,160 +280,6 @@ def test_jain_index() -> None:
     assert jain_index([3.0, 3.0, 3.0]) == 1.0
     assert jain_index([1.0, 0.0]) == 0.5
     assert jain_index([0.0, 0.0]) is None
-
-
-def random_steps(cost: StepCost, num_steps: int, seed: int = 0) -> list[MeasuredStep]:
-    choose = random.Random(seed)
-    steps = []
-    for _ in range(num_steps):
-        shape = StepShape()
-        for _ in range(choose.randint(0, 40)):
-            shape.add(1, choose.randint(1, 2000))
-        for _ in range(choose.randint(0, 3)):
-            shape.add(choose.randint(2, 250), choose.randint(0, 1000))
-        steps.append(MeasuredStep(shape, cost.seconds(shape)))
-    return steps
-
-
-def coefficients(cost: StepCost) -> list[float]:
-    return [getattr(cost, name) for name in StepCost.__slots__]
-
-
-def test_fit_recovers_known_coefficients() -> None:
-    cost = StepCost(0.03, 8e-4, 2e-3, 3e-6, 4e-9)
-    fitted = fit_step_cost(random_steps(cost, 300))
-    assert coefficients(fitted.cost) == pytest.approx(coefficients(cost), rel=1e-6)
-    assert fitted.num_outliers == 0
-    assert fitted.p90_error < 1e-6
-
-
-def test_fit_ignores_disturbed_steps_and_never_goes_below_zero() -> None:
-    cost = StepCost(0.03, 8e-4, 2e-3)
-    noise = random.Random(1)
-    steps = [
-        MeasuredStep(s.shape, s.seconds * (10 if i % 50 == 0 else noise.uniform(0.98, 1.02)))
-        for i, s in enumerate(random_steps(cost, 400))
-    ]
-    fitted = fit_step_cost(steps)
-    assert fitted.num_outliers >= 8
-    assert fitted.cost.base == pytest.approx(cost.base, rel=0.05)
-    assert fitted.cost.per_prefill_token == pytest.approx(cost.per_prefill_token, rel=0.05)
-    assert fitted.cost.per_decode_seq == pytest.approx(cost.per_decode_seq, rel=0.05)
-    assert min(coefficients(fitted.cost)) >= 0
-
-
-def test_fit_needs_steps() -> None:
-    with pytest.raises(ValueError, match="at least"):
-        fit_step_cost([])
-
-
-def write_log(path: Path, records: list[StepRecord]) -> Path:
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-    return path
-
-
-def logged(
-    time: float, *seqs: tuple[int, int], added: tuple[int, ...] = (), finished: tuple[int, ...] = ()
-) -> StepRecord:
-    """A step of sequences (num_tokens, num_computed)."""
-    sequences = [
-        StepSequence(i, num_tokens, computed, 5, True)
-        for i, (num_tokens, computed) in enumerate(seqs)
-    ]
-    return StepRecord(7, 1, time, sequences, list(added), [], [], list(finished), 9)
-
-
-def test_step_log_gives_the_time_between_busy_steps(tmp_path: Path) -> None:
-    log = write_log(
-        tmp_path / "steps.jsonl",
-        [
-            logged(10.0, (5, 0), added=(0,)),  # when it began is not known
-            logged(10.5, (1, 5), (4, 8), added=(1,), finished=(0, 1)),
-            logged(99.0, (5, 0), added=(2,)),  # after an idle time
-            logged(99.25, (1, 5), finished=(2,)),
-        ],
-    )
-    steps = read_step_log(log)
-    assert [step.seconds for step in steps] == [0.5, 0.25]
-    assert steps[0].shape == StepShape(
-        prefill_tokens=4, decode_seqs=1, context_tokens=6 + 12, prefill_pairs=9 + 10 + 11 + 12
-    )
-
-
-def test_the_committed_fit_loads_and_says_where_it_is_from(tmp_path: Path) -> None:
-    fitted = StepCostFit.load(DEFAULT_FIT)
-    assert fitted.source
-    assert fitted.cost.base > 0
-    fitted.save(tmp_path / "fit.json")
-    assert StepCostFit.load(tmp_path / "fit.json") == fitted
-
-
-def test_segments_of_one_key_share_their_tokens() -> None:
-    short, long = segment_tokens(Segment("a", 5)), segment_tokens(Segment("a", 9))
-    assert long[:5] == short
-    assert segment_tokens(Segment("b", 5)) != short
-
-
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_workloads_have_the_wanted_size_in_order(name: str) -> None:
-    workload = WORKLOADS[name](make_options(num_requests=220))
-    arrivals = [request.arrival for request in workload.requests]
-    assert arrivals == sorted(arrivals)
-    expected = {"light_alone": 20, "saturating_tenants": 219}.get(name, 220)
-    assert workload.num_requests == expected
-    assert workload.description
-
-
-def test_load_is_relative_to_the_capacity() -> None:
-    spans = [
-        WORKLOADS["poisson"](make_options(load=load, num_requests=100)).requests[-1].arrival
-        for load in (0.5, 1.0)
-    ]
-    assert spans[0] == pytest.approx(2 * spans[1])
-
-
-def test_saturation_rate_is_near_what_a_flooded_worker_does() -> None:
-    workload = WORKLOADS["overload"](make_options(num_requests=800))
-    result = simulate(workload)
-    expected = saturation_rate(CONFIG, [request.lengths for request in workload.requests])
-    assert summarize(result).requests_per_s == pytest.approx(expected, rel=0.3)
-
-
-def test_the_light_tenant_is_the_same_alone_and_beside_the_flood() -> None:
-    both = WORKLOADS["two_tenants"](make_options(seed=4)).requests
-    alone = WORKLOADS["light_alone"](make_options(seed=4)).requests
-    light = [request for request in both if request.tenant == "light"]
-    assert [(r.arrival, r.prompt) for r in light] == [(r.arrival, r.prompt) for r in alone]
-    assert len(both) - len(light) == 10 * len(light)
-
-
-def test_system_prompts_share_all_but_the_question() -> None:
-    requests = WORKLOADS["system_prompts"](make_options()).requests
-    distinct = {request.prompt[0] for request in requests}
-    assert len(requests) == 1000
-    assert 10 <= len(distinct) <= 20
-    assert {segment.num_tokens for segment in distinct} == {512}
-    repeated = (len(requests) - len(distinct)) * 512
-    assert repeated / sum(request.num_prompt_tokens for request in requests) >= 0.9
-
-
-def test_bursts_come_in_one_second_of_thirty() -> None:
-    requests = WORKLOADS["bursts"](make_options(load=0.05, num_requests=1000)).requests
-    in_burst = sum(request.arrival % 30.0 < 1.0 for request in requests)
-    assert 0.45 < in_burst / len(requests) < 0.6
-
-
-def test_traces_keep_their_times_and_sharing() -> None:
-    options = make_options(num_requests=500, time_factor=2.0)
-    azure = WORKLOADS["azure"](options).requests
-    assert azure[0].num_prompt_tokens == round(374 / 16)
-    assert azure[0].num_output_tokens == round(44 / 16)
-    assert azure[1].arrival == pytest.approx(2 * 4.314579)
-    mooncake = WORKLOADS["mooncake"](options).requests
-    first, second = mooncake[0].prompt_tokens(), mooncake[1].prompt_tokens()
-    assert len(first) == round(6758 / 16)
-    assert first[:32] == second[:32]  # both begin with hash id 0
-    assert first[32:64] != second[32:64]
 
 
 def test_a_report_holds_the_command_the_tables_and_the_plots(tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
-"""API keys: the file, who is let in, as whom, within which limits, and over TLS."""
+"""API keys: the file, who is let in, and as whom."""
 
-import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import trustme
-from fake_pieces import Piece, Request, echo_script
-from fake_triton import MODEL, FakeModel, FakeTriton
+from fake_pieces import Piece, Request
+from fake_triton import MODEL, FakeTriton
+from key_calls import CHAT, bearer, body
 from shim_thread import ShimThread, wait_until
-from starlette.datastructures import Headers
 from typer.testing import CliRunner
 
 from shoal.backend.engine_config import ConfigError
@@ -20,68 +18,11 @@ from shoal.client.cli.keys import add_key, revoke_key
 from shoal.client.cli.models_cmd import served_models
 from shoal.client.cli.serve import check_access
 from shoal.client.cli.settings import ServeSettings, load_settings
-from shoal.client.errors import ShoalError
-from shoal.client.openai.access import Access
 from shoal.client.openai.api_keys import ApiKey, KeyFile, KeyRing, hash_key, read_keys
 from shoal.client.openai.app import create_app
-from shoal.client.openai.key_limits import KeyAccount
 from shoal.client.openai.settings import ShimSettings
-from shoal.client.openai.tls import check_tls, trusted_by
 
-CHAT = "/v1/chat/completions"
 HASH = "0f" * 32
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
-
-
-def shim_with(triton: FakeTriton, keys_file: Path | None, **settings: Any) -> ShimThread:
-    return ShimThread(triton.url, keys_file=keys_file, keys_interval_s=0.05, **settings)
-
-
-@pytest.fixture(scope="module")
-def triton() -> Iterator[FakeTriton]:
-    with FakeTriton(fake=FakeModel()) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
-    add_key(path, "first", {})
-    return path
-
-
-@pytest.fixture(scope="module")
-def shim(triton: FakeTriton, keys_file: Path) -> Iterator[ShimThread]:
-    with shim_with(triton, keys_file, cors_origins=("https://chat.example",)) as running:
-        running.wait_ready()
-        yield running
-
-
-@pytest.fixture
-def http(shim: ShimThread, triton: FakeTriton) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shim.url, timeout=20) as client:
-        yield client
-    triton.model.script = echo_script
-    triton.model.requests.clear()
-
-
-@pytest.fixture
-def make_key(keys_file: Path, http: httpx.Client) -> Callable[..., str]:
-    """Adds a key to the running server's file and waits until the server takes it."""
-
-    def make(name: str, **limits: Any) -> str:
-        key = add_key(keys_file, name, limits)
-        wait_until(lambda: http.get("/version", headers=bearer(key)).status_code == 200, name)
-        return key
-
-    return make
 
 
 # The file
@@ -244,7 +185,7 @@ def test_a_key_decides_tenant_and_tier(
 
 
 def test_without_a_key_file_headers_decide(triton: FakeTriton) -> None:
-    with shim_with(triton, None) as open_shim:
+    with ShimThread(triton.url) as open_shim:
         open_shim.wait_ready()
         headers = {"x-shoal-tenant": "bank", "authorization": "Bearer whatever"}
         reply = httpx.post(open_shim.url + CHAT, json=body(), headers=headers)
@@ -270,135 +211,7 @@ def test_revoking_ends_no_running_request(
         assert list(lines)[-2:] == ["data: [DONE]", ""]
 
 
-# Limits
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def account(**limits: Any) -> tuple[KeyAccount, Clock]:
-    clock = Clock()
-    return KeyAccount(ApiKey(name="a", sha256="0" * 64, **limits), clock=clock), clock
-
-
-def refused(work: Callable[[], Any]) -> float:
-    """The wait that a refusal names, in seconds."""
-    with pytest.raises(ShoalError) as caught:
-        work()
-    assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
-    assert caught.value.retry_after_ms is not None
-    return caught.value.retry_after_ms / 1000
-
-
-def test_requests_a_minute() -> None:
-    limited, clock = account(requests_per_minute=30)
-    for _ in range(30):
-        limited.enter()
-    assert refused(limited.enter) == pytest.approx(2, abs=0.01)
-    clock.now += 1
-    wait_s = refused(limited.enter)
-    assert wait_s == pytest.approx(1, abs=0.01)
-    clock.now += wait_s  # the wait that was told is enough
-    limited.enter()
-    refused(limited.enter)
-    clock.now += 3600  # no more than a minute's worth is kept
-    for _ in range(30):
-        limited.enter()
-    refused(limited.enter)
-
-
-def test_requests_at_once() -> None:
-    limited, clock = account(max_concurrent=2)
-    started = [limited.enter(), limited.enter()]
-    assert refused(limited.enter) == pytest.approx(0.5, abs=0.01)
-    clock.now += 11
-    limited.leave(started.pop())
-    assert limited.num_open == 1
-    limited.enter()
-    assert refused(limited.enter) == pytest.approx(1.5, abs=0.01), "it learns how long they take"
-
-
-def test_tokens_a_minute() -> None:
-    limited, clock = account(tokens_per_minute=600)
-    lease = limited.reserve_tokens(500)
-    assert refused(lambda: limited.reserve_tokens(200)) == pytest.approx(10, abs=0.01)
-    lease.settle(100)
-    lease.settle(0)  # only once
-    limited.reserve_tokens(500)
-    assert refused(lambda: limited.reserve_tokens(0)) > 0
-    clock.now += 60
-    # More than the limit can ever hold is let through when all is there, and paid off after.
-    limited.reserve_tokens(0).settle(1200)
-    assert refused(lambda: limited.reserve_tokens(10)) == pytest.approx(61, abs=0.1)
-    clock.now += 120
-    limited.reserve_tokens(5000)
-
-
-def test_limits_follow_the_file() -> None:
-    access = Access()
-    key = ApiKey(name="a", sha256=hash_key("secret"), requests_per_minute=2)
-    access.replace(KeyRing((key,)))
-    headers = Headers(bearer("secret"))
-    first = access.account_of(headers)
-    assert first is not None
-    first.enter()
-    first.enter()
-    access.replace(KeyRing((key.model_copy(update={"requests_per_minute": 3}),)))
-    again = access.account_of(headers)
-    assert again is first
-    again.enter()
-    refused(again.enter)
-    access.replace(KeyRing((key.model_copy(update={"requests_per_minute": None}),)))
-    first.enter()
-
-
-def test_limits_over_http(http: httpx.Client, make_key: Any) -> None:
-    key = make_key("few", requests_per_minute=2)
-    statuses = [http.post(CHAT, json=body(), headers=bearer(key)).status_code for _ in range(3)]
-    assert statuses == [200, 200, 429]
-    reply = http.post(CHAT, json=body(), headers=bearer(key))
-    assert 1 <= int(reply.headers["retry-after"]) <= 30
-    assert reply.json()["error"]["type"] == "rate_limit_error"
-    assert http.get("/v1/models", headers=bearer(key)).status_code == 200, "reading is free"
-    other = make_key("other")
-    assert http.post(CHAT, json=body(), headers=bearer(other)).status_code == 200
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_tokens_over_http(
-    http: httpx.Client, triton: FakeTriton, make_key: Any, stream: bool
-) -> None:
-    triton.model.script = lambda request: iter([Piece("x", finish_reason="stop")])
-    headers = bearer(make_key(f"tokens-{stream}", tokens_per_minute=100))
-
-    def ask(**fields: Any) -> int:
-        return http.post(CHAT, json=body(stream=stream, **fields), headers=headers).status_code
-
-    # Each sets aside 60 and more, uses two, and gives the others back.
-    assert [ask(max_completion_tokens=60) for _ in range(5)] == [200] * 5
-    assert ask(max_tokens=99) == 429
-    triton.model.script = echo_script
-    assert [ask(max_tokens=60) for _ in range(2)] == [200, 429]
-
-
-def test_concurrency_over_http(http: httpx.Client, triton: FakeTriton, make_key: Any) -> None:
-    triton.model.script = lambda request: iter([Piece("x"), Piece("never", delay_s=3600)])
-    key = make_key("single", max_concurrent=1)
-    with http.stream("POST", CHAT, json=body(stream=True), headers=bearer(key)):
-        assert http.post(CHAT, json=body(), headers=bearer(key)).status_code == 429
-    triton.model.script = echo_script
-    wait_until(
-        lambda: http.post(CHAT, json=body(), headers=bearer(key)).status_code == 200,
-        "a client that left must free its place",
-    )
-
-
-# Browsers and TLS
+# Browsers
 
 
 def test_only_listed_origins_may_call(http: httpx.Client, make_key: Any) -> None:
@@ -412,54 +225,6 @@ def test_only_listed_origins_may_call(http: httpx.Client, make_key: Any) -> None
     refused = http.get("/v1/models", headers={"origin": "https://chat.example"})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://chat.example"
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate chain and its key, for a name that no address of this machine has."""
-    folder = tmp_path_factory.mktemp("tls")
-    issued = trustme.CA().issue_cert("shoal.example")
-    chain, key = folder / "chain.pem", folder / "key.pem"
-    chain.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    issued.private_key_pem.write_to_path(str(key))
-    return chain, key
-
-
-def test_tls(triton: FakeTriton, certificate: tuple[Path, Path]) -> None:
-    chain, key = certificate
-    check_tls(chain, key)
-    with shim_with(triton, None, tls_cert=chain, tls_key=key) as shim:
-        url = f"https://127.0.0.1:{shim.port}/health/live"
-        with httpx.Client(verify=trusted_by(chain)) as client:
-            assert client.get(url).json() == {"status": "live"}
-        with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
-            httpx.get(url)
-        with pytest.raises(httpx.TransportError):
-            httpx.get(url.replace("https", "http"))
-        old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
-        old.set_ciphers("ALL:@SECLEVEL=0")
-        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
-            old.maximum_version = ssl.TLSVersion.TLSv1_1
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(url, verify=old)
-
-
-def test_tls_files_are_checked_before_the_start(
-    tmp_path: Path, certificate: tuple[Path, Path]
-) -> None:
-    chain, key = certificate
-    check_tls(None, None)
-    with pytest.raises(ConfigError, match="both or none"):
-        check_tls(chain, None)
-    with pytest.raises(ConfigError, match="--tls-key .*none.pem cannot be read"):
-        check_tls(chain, tmp_path / "none.pem")
-    with pytest.raises(ConfigError, match="must be a PEM"):
-        check_tls(chain, chain)
-    other = tmp_path / "other.pem"
-    trustme.CA().issue_cert("other").private_key_pem.write_to_path(str(other))
-    with pytest.raises(ConfigError, match="must be a PEM"):
-        check_tls(chain, other)
 
 
 # Settings of `shoal serve`
