@@ -145,6 +145,7 @@ inline void score_keys_rows(const BFloat16* queries, int64_t head_dim, const BFl
           sums[row][v] = pair_multiply_add(pair, (IntVec)pairs[v][i], sums[row][v]);
       }
   }
+#pragma GCC unroll 4
   for (int row = 0; row < kRows; row++)
     for (int v = 0; v < kVecs; v++) store(scores + row * scores_stride + v * kLanes, sums[row][v]);
 }
