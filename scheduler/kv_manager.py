@@ -8,7 +8,7 @@ from shoal.scheduler.block_pool import BlockPool, num_blocks_for
 from shoal.scheduler.host_tier import HostTier
 from shoal.scheduler.outputs import Restored
 from shoal.scheduler.prefix_nodes import PrefixLock, PrefixMatch
-from shoal.scheduler.prefix_tree import PrefixTree
+from shoal.scheduler.prefix_tree import PADDING, PrefixTree
 from shoal.scheduler.return_cost import UNMEASURED, ReturnPlan, ReturnWay
 from shoal.scheduler.sequence import Sequence
 from shoal.scheduler.transfers import DeviceCopy, Transfer
@@ -187,15 +187,21 @@ class KVCacheManager:
         """Put the computed full blocks of a sequence into the tree, for others to read from now on.
 
         Where the tree had the same tokens already, the sequence reads those and gives up its own.
+        Of a finished one whose prompt ends inside a block that its answer has not filled, that
+        block goes there, too, for the prompt's part of it.
         A lossy sequence shares nothing: its keys and values are not those of the whole prefix.
         """
         if self.prefix_tree is None or sequence.num_computed_tokens < self.block_size:
             return
         if sequence.eviction is not None:
             return
+        keys = sequence.cache_keys[: sequence.num_computed_tokens]
+        num_prompt, size = sequence.num_prompt_tokens, self.block_size
+        if finished and num_prompt <= len(keys) < num_blocks_for(num_prompt, size) * size:
+            keys = keys[:num_prompt] + [PADDING] * (-num_prompt % size)
         result = self.prefix_tree.insert(
             sequence.cache_salt,
-            sequence.cache_keys[: sequence.num_computed_tokens],
+            keys,
             sequence.block_table,
             sequence.num_output_tokens if finished else None,
         )

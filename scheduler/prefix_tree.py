@@ -24,6 +24,7 @@ from shoal.scheduler.prefix_nodes import (
     ancestors,
 )
 
+PADDING = 2**62  # no token: fills up a block of which only the beginning means anything
 _MOST_BRANCHES = 64  # that are looked through for a block of which only the beginning is known
 
 
@@ -73,8 +74,8 @@ class PrefixTree:
             start = match.num_node_blocks * self.block_size
             begins = tuple(node.token_ids[start : start + len(wanted)]) == wanted
             return node.block_ids[match.num_node_blocks] if begins else None
-        if len(wanted) == self.block_size:
-            child = node.children.get(wanted)
+        child = node.children.get(wanted + (PADDING,) * (self.block_size - len(wanted)))
+        if child is not None or len(wanted) == self.block_size:
             return child.block_ids[0] if child is not None else None
         for key, child in islice(node.children.items(), _MOST_BRANCHES):
             if key[: len(wanted)] == wanted:
@@ -414,8 +415,8 @@ class PrefixTree:
         self._version += 1
         keep = max(0, len(node.block_ids) - wanted)
         lost = node.block_ids[keep:]
-        if self._on_demote is not None:
-            self._on_demote(self._evicted_run(node, keep))
+        if self._on_demote is not None and (run := self._evicted_run(node, keep)):
+            self._on_demote(run)
         if self.policy.keeps_history:
             for key in reversed(node.path_keys[keep:]):
                 self.policy.on_evict(node.usage, key)
@@ -451,12 +452,15 @@ class PrefixTree:
         if node.parent is None and not node.children and not node.num_locks:
             del self._roots[node.salt]
 
-    def _evicted_run(self, node: PrefixNode, keep: int) -> EvictedRun:
+    def _evicted_run(self, node: PrefixNode, keep: int) -> EvictedRun | None:
+        """Of whole blocks of tokens."""
         path = list(reversed([node, *ancestors(node)]))
         tokens = [token for step in path for token in step.token_ids]
-        lost = len(node.block_ids) - keep
-        start = len(tokens) - lost * self.block_size
+        start = len(tokens) - (len(node.block_ids) - keep) * self.block_size
+        if tokens[-1] == PADDING:
+            del tokens[-self.block_size :]
+        lost = node.block_ids[keep : keep + (len(tokens) - start) // self.block_size]
+        if not lost:
+            return None
         digests = path_digests(path[0].salt, tokens, self.block_size)
-        return EvictedRun(
-            path[0].salt, start, tokens[start:], node.block_ids[keep:], digests[-lost:]
-        )
+        return EvictedRun(path[0].salt, start, tokens[start:], lost, digests[-len(lost) :])

@@ -202,7 +202,7 @@ def test_forked_choices_have_the_texts_that_they_have_alone(llama, cached, num_b
 @pytest.mark.parametrize("windows", [(), ((5, 64),)])
 @pytest.mark.parametrize("num_prompt", [8, 10, 11, 12, 13, 14])
 def test_a_prompt_that_is_cached_whole_leaves_one_token(num_prompt, windows):
-    """Where it ends inside a block the answer has filled that, but for 14's."""
+    """Whether it ends with a block, inside one that its answer filled, or one that it did not."""
     contents = FakeKVContents()
     scheduler = make_scheduler(block_size=BLOCK_SIZE, prefix_eviction=LruPolicy(), windows=windows)
     scheduler.add(make_sequence(0, num_prompt, max_tokens=2 if num_prompt == 14 else 3))
@@ -211,9 +211,8 @@ def test_a_prompt_that_is_cached_whole_leaves_one_token(num_prompt, windows):
     for sequence in again:
         scheduler.add(sequence)
     step = run_step(scheduler, contents=contents)
-    left = 2 if num_prompt == 14 else 1
-    assert step.num_tokens == {1: left, 2: left}
-    assert [sequence.num_cached_tokens for sequence in again] == [num_prompt - left] * 2
+    assert step.num_tokens == {1: 1, 2: 1}
+    assert [sequence.num_cached_tokens for sequence in again] == [num_prompt - 1] * 2
     assert finish(scheduler, contents) == 4
     scheduler.check_integrity()
 

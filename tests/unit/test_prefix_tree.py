@@ -8,7 +8,7 @@ import pytest
 from shoal.scheduler.eviction import EvictionPolicy, LfuPolicy, LruPolicy, ReusePolicy
 from shoal.scheduler.path_digests import path_digests, prompt_digest
 from shoal.scheduler.prefix_nodes import EvictedRun, PrefixLock
-from shoal.scheduler.prefix_tree import PrefixTree
+from shoal.scheduler.prefix_tree import PADDING, PrefixTree
 
 BLOCK = 4
 SALT = b"tenant"
@@ -62,6 +62,36 @@ def test_a_block_that_begins_with_a_prompts_last_tokens() -> None:
     assert after(1, 2, rest=[40]) is None
     assert after(1, 2, 3, rest=[7]) is None
     tree.check_integrity()
+
+
+def test_a_block_that_is_full_in_part() -> None:
+    runs: list[EvictedRun] = []
+    tree = make_tree(on_demote=runs.append)
+    prompt = [*tokens(1, 2), 7, 8]
+    tree.insert(SALT, [*prompt, PADDING, PADDING], [0, 1, 2], 1)
+    for number in range(3, 100):  # many branches
+        tree.insert(SALT, tokens(1, 2, number), [0, 1, number], 1)
+    match = tree.match(SALT, prompt)
+    assert match.block_ids == [0, 1]
+    assert tree.block_after(match, [7, 8]) == 2
+    assert tree.block_after(match, [7]) == 2
+    assert tree.block_after(match, [8]) is None
+    tree.check_integrity()
+    assert sorted(tree.evict(1000)) == [*range(100)]
+    assert sorted(block for run in runs for block in run.block_ids) == [0, 1, *range(3, 100)]
+    assert all(PADDING not in run.token_ids for run in runs)
+
+
+def test_only_the_whole_blocks_of_a_run_are_demoted() -> None:
+    runs: list[EvictedRun] = []
+    tree = make_tree(on_demote=runs.append)
+    tree.insert(SALT, [*tokens(1, 2), 7, *[PADDING] * 3], [4, 5, 6], 1)
+    assert tree.evict(2) == [6, 5]
+    assert tree.evict(2) == [4]
+    assert [run.block_ids for run in runs] == [[5], [4]]
+    assert [run.token_ids for run in runs] == [tokens(2), tokens(1)]
+    digests = path_digests(SALT, tokens(1, 2), BLOCK)
+    assert [run.path_digests for run in runs] == [digests[1:], digests[:1]]
 
 
 def test_salts_are_apart() -> None:

@@ -278,13 +278,16 @@ def test_its_duration_teaches_nothing(tiny: NativeModel, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("num_tokens", range(2 * BLOCK_SIZE, 3 * BLOCK_SIZE + 2))
-def test_a_prompt_that_ends_inside_a_block(tiny: NativeModel, num_tokens: int) -> None:
-    """Where its answer filled the block."""
+@pytest.mark.parametrize("answered", [1, BLOCK_SIZE + 1])
+def test_a_prompt_that_ends_inside_a_block(
+    tiny: NativeModel, num_tokens: int, answered: int
+) -> None:
+    """Whether its answer filled the block or not."""
     prompt = PROMPT[:num_tokens]
     plain, runs = Runs(tiny, knows_ends=False), Runs(tiny)
     drawn = {"temperature": 1.0, "seed": 8, "max_tokens": 7}
     expected = plain.ask(prompt, **drawn)
-    assert runs.ask(prompt, max_tokens=BLOCK_SIZE + 1)
+    runs.ask(prompt, max_tokens=answered)
     outputs = runs.ask(prompt, **drawn)
     assert [output.token for output in outputs] == [output.token for output in expected]
     assert outputs[0].num_cached_tokens == num_tokens - 1
