@@ -15,6 +15,7 @@ from shoal.scheduler.outputs import ScheduledSequence
 from shoal.scheduler.sequence import Sequence
 
 MAX_BYTES = 8 * 2**20
+MAX_LOGITS_BYTES = 4 * 2**20  # at least one row
 _ENTRY_BYTES = 512  # about what an entry takes beside its ids and its states
 
 _Key = tuple[bytes, bytes]  # salt, token ids
@@ -40,6 +41,7 @@ class PromptEnd:
 
     states: torch.Tensor
     likeliest: int | None = None
+    logits: torch.Tensor | None = None  # float32 [vocab_size]; see KeptLogits
 
 
 class PromptEnds:
@@ -73,17 +75,19 @@ class PromptEnds:
             self._ends.move_to_end(key)
         return end
 
-    def keep(self, sequence: Sequence, states: torch.Tensor, likeliest: int | None = None) -> None:
-        """Keep a copy of ``states`` [hidden_size], which come after all known tokens."""
+    def keep(self, sequence: Sequence, states: torch.Tensor) -> PromptEnd | None:
+        """Keep a copy of ``states`` [hidden_size], which come after all known tokens. None: they
+        take too much."""
         key = _key(sequence)
         self._forget(key)
         num_bytes = _num_bytes(key, states)
         if num_bytes > self._max_bytes:
-            return
+            return None
         self._num_bytes += num_bytes
-        self._ends[key] = PromptEnd(states.clone(), likeliest)
+        end = self._ends[key] = PromptEnd(states.clone())
         while self._num_bytes > self._max_bytes:
             self._forget(next(iter(self._ends)))
+        return end
 
     def _forget(self, key: _Key) -> None:
         end = self._ends.pop(key, None)
@@ -91,13 +95,38 @@ class PromptEnds:
             self._num_bytes -= _num_bytes(key, end.states)
 
 
+class KeptLogits:
+    """Which ends have their logits, too: the latest used, within a bound of bytes."""
+
+    def __init__(self, max_bytes: int = MAX_LOGITS_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._ends: OrderedDict[int, PromptEnd] = OrderedDict()  # by id
+
+    def note_use(self, end: PromptEnd) -> None:
+        self._ends.move_to_end(id(end))
+
+    def keep(self, end: PromptEnd, logits: torch.Tensor) -> None:
+        """Keep a copy of ``logits`` [vocab_size] with an end that has none."""
+        assert end.logits is None
+        end.logits = logits.clone()
+        self._ends[id(end)] = end
+        self._num_bytes += logits.nbytes
+        while self._num_bytes > self._max_bytes and len(self._ends) > 1:
+            _, oldest = self._ends.popitem(last=False)
+            assert oldest.logits is not None
+            self._num_bytes -= oldest.logits.nbytes
+            oldest.logits = None
+
+
 class KnownEnds:
     """What spares a prompt that is cached whole its forward pass: the states after prompts' ends,
-    and the model's output projection for them. The likeliest token after a prompt needs not even
-    that again."""
+    and the model's output projection for them. What that gave is kept, too: the likeliest token, or
+    some prompts' logits."""
 
     def __init__(self, head: NativeHead, ends: PromptEnds | None = None) -> None:
         self._head = head
+        self._logits = KeptLogits()
         self.ends = PromptEnds() if ends is None else ends
 
     def project(
@@ -116,17 +145,37 @@ class KnownEnds:
             if end is None:
                 return None
             ends.append(end)
-        if takes_likeliest:
-            tokens = [end.likeliest for end in ends if end.likeliest is not None]
-            if len(tokens) == len(ends):
-                return Projected(None, tokens)
+        known = (self._likeliest(ends) if takes_likeliest else None) or self._all_logits(ends)
+        if known is not None:
+            return known
         likeliest = LikeliestTokens() if takes_likeliest else None
         states = torch.stack([end.states for end in ends])
         logits = self._head.project(KnownStates(states, likeliest, spent_logits))
         projected = Projected.of(logits, likeliest)
-        for end, token in zip(ends, projected.tokens or (), strict=False):
-            end.likeliest = token
+        self._note(ends, projected)
         return projected
+
+    def _likeliest(self, ends: list[PromptEnd]) -> Projected | None:
+        tokens = [end.likeliest for end in ends if end.likeliest is not None]
+        return Projected(None, tokens) if len(tokens) == len(ends) else None
+
+    def _all_logits(self, ends: list[PromptEnd]) -> Projected | None:
+        """A copy: who samples may write to it."""
+        logits = [end.logits for end in ends if end.logits is not None]
+        if len(logits) < len(ends):
+            return None
+        for end in ends:
+            self._logits.note_use(end)
+        return Projected(torch.stack(logits), None)
+
+    def _note(self, ends: list[PromptEnd], projected: Projected) -> None:
+        if projected.tokens is not None:
+            for end, token in zip(ends, projected.tokens, strict=True):
+                end.likeliest = token
+        elif projected.logits is not None:
+            for end, logits in zip(ends, projected.logits, strict=True):
+                if end.logits is None:
+                    self._logits.keep(end, logits)
 
     @staticmethod
     def of_step(
@@ -140,10 +189,16 @@ class KnownEnds:
     def keep(
         self, ended: list[tuple[Sequence, int]], states: torch.Tensor, projected: Projected
     ) -> None:
-        """Those of ``of_step``, of the step's final states."""
-        tokens = projected.tokens
+        """Those of ``of_step``, of the step's final states and what these gave."""
+        tokens, logits = projected.tokens, projected.logits
         for sequence, row in ended:
-            self.ends.keep(sequence, states[row], None if tokens is None else tokens[row])
+            end = self.ends.keep(sequence, states[row])
+            if end is None:
+                continue
+            if tokens is not None:
+                end.likeliest = tokens[row]
+            elif logits is not None:
+                self._logits.keep(end, logits[row])
 
 
 def _is_told_by_its_tokens(sequence: Sequence) -> bool:

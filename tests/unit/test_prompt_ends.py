@@ -17,7 +17,7 @@ from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.messages import AddSequence
 from shoal.backend.model_runner import ModelRunner, build_forward_batch
 from shoal.backend.models.native import NativeModel, make_native
-from shoal.backend.prompt_ends import KnownEnds, PromptEnds
+from shoal.backend.prompt_ends import KeptLogits, KnownEnds, PromptEnd, PromptEnds
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary
 from shoal.load.tiny_models import write_tiny_model
@@ -246,26 +246,59 @@ def test_who_forgets_tokens_of_its_own(tiny: NativeModel) -> None:
     assert runs.num_passes(**lossy) > 0
 
 
-def test_its_likeliest_token_is_kept_too(
-    tiny: NativeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs, num_projected = Runs(tiny), 0
+@pytest.fixture
+def projections(tiny: NativeModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each projection alone."""
+    rows: list[int] = []
     project = tiny.head.project
 
     def counted(known: KnownStates) -> torch.Tensor:
-        nonlocal num_projected
-        num_projected += 1
+        rows.append(known.num_samples)
         return project(known)
 
     monkeypatch.setattr(tiny.head, "project", counted)
-    drawn = runs.ask(temperature=1.0, seed=1)  # whose step tells no likeliest token
-    assert num_projected == 0
-    texts = [[output.token for output in runs.ask()] for _ in range(3)]
-    assert num_projected == 1
+    return rows
+
+
+def texts_of(runs: Runs, *requests: dict[str, Any]) -> list[list[Any]]:
+    return [[output.token for output in runs.ask(**request)] for request in requests]
+
+
+def test_its_likeliest_token_is_kept_too(tiny: NativeModel, projections: list[int]) -> None:
+    runs, drawn = Runs(tiny), {"temperature": 1.0, "seed": 1}
+    texts = texts_of(runs, {}, {}, {}, drawn)
     assert texts[0] == texts[1] == texts[2]
-    again = runs.ask(temperature=1.0, seed=1)
-    assert [output.token for output in again] == [output.token for output in drawn]
-    assert num_projected == 2
+    assert projections == [1]  # all logits, which the likeliest tokens had not told
+    assert texts_of(runs, drawn, {}) == [texts[3], texts[0]]
+    assert projections == [1]
+
+
+def test_its_logits_are_kept_as_they_were(tiny: NativeModel, projections: list[int]) -> None:
+    requests: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 2, "logit_bias": ((3, 50.0), (5, -100.0))},
+        {"temperature": 1.0, "seed": 3, "logprobs": 4},
+        {"presence_penalty": 2.0, "min_tokens": 4},
+        {},
+    ]
+    expected = texts_of(Runs(tiny, knows_ends=False), *requests)
+    runs = Runs(tiny)
+    assert texts_of(runs, *requests, *requests) == expected * 2
+    assert projections == []
+
+
+def test_few_prompts_have_their_logits_kept() -> None:
+    kept, logits = KeptLogits(max_bytes=2 * 4 * 100), torch.zeros(100)
+    ends = [PromptEnd(torch.zeros(4)) for _ in range(4)]
+    for end in ends[:2]:
+        kept.keep(end, logits)
+    kept.note_use(ends[0])
+    kept.keep(ends[2], logits)
+    assert [end.logits is not None for end in ends] == [True, False, True, False]
+    kept.keep(ends[3], torch.zeros(1000))  # beyond the bound, but the latest
+    assert [end.logits is not None for end in ends] == [False, False, False, True]
+    kept.keep(ends[0], logits)
+    assert [end.logits is not None for end in ends] == [True, False, False, False]
 
 
 def test_its_duration_teaches_nothing(tiny: NativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
