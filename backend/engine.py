@@ -154,7 +154,9 @@ class Engine:
                 self._forget_images(item.seq_id)
         if self._step_log:
             free_blocks = self._scheduler.free_blocks
-            self._step_log.finished(self._num_steps, output, results, free_blocks)
+            self._step_log.finished(
+                self._num_steps, output, results, free_blocks, result.known_ends
+            )
         return refused + results
 
     def rest(self) -> None:

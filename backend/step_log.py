@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -52,6 +53,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     free_blocks: int
     preemptions: list[StepPreemption] = []
     restored: list[StepRestored] = []
+    known_ends: list[int] = []  # for which no forward pass ran
 
 
 class StepLog:
@@ -90,7 +92,12 @@ class StepLog:
         ]
 
     def finished(
-        self, step: int, output: SchedulerOutput, results: list[StepOutput], free_blocks: int
+        self,
+        step: int,
+        output: SchedulerOutput,
+        results: list[StepOutput],
+        free_blocks: int,
+        known_ends: Iterable[int] = (),
     ) -> None:
         """Write the line of the step noted last."""
         record = StepRecord(
@@ -108,6 +115,7 @@ class StepLog:
                 StepRestored(item.seq_id, item.way.value, item.num_tokens)
                 for item in output.restored
             ],
+            known_ends=list(known_ends),
         )
         self._added, self._aborted, self._planned = [], [], []
         self._file.write(self._encoder.encode(record) + b"\n")

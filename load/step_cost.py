@@ -110,6 +110,7 @@ class _LoggedStep(msgspec.Struct):
     added: list[int]
     aborted: list[int]
     finished: list[int]
+    known_ends: list[int] = []
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ def read_step_log(path: Path) -> list[MeasuredStep]:
     """The steps of a log whose duration is known.
 
     The log holds when a step ended. It began when the one before it ended, provided that work was
-    left then; the first step after an idle time is left out.
+    left then; the first step after an idle time is left out, and so is one without a forward pass.
     """
     decoder = msgspec.json.Decoder(_LoggedStep)
     tracks: dict[int, _WorkerTrack] = {}
@@ -131,7 +132,7 @@ def read_step_log(path: Path) -> list[MeasuredStep]:
         for line in lines:
             logged = decoder.decode(line)
             track = tracks.setdefault(logged.worker, _WorkerTrack())
-            if track.live and logged.time > track.ended:
+            if track.live and logged.time > track.ended and not logged.known_ends:
                 steps.append(MeasuredStep(_shape_of(logged), logged.time - track.ended))
             track.ended = logged.time
             track.live.update(logged.added)

@@ -26,8 +26,8 @@ class ScheduledSequence:
     @property
     def only_lacks_logits(self) -> bool:
         """Whether this is the last known token alone, with keys and values in the cache."""
-        sequence = self.sequence
-        return self.num_tokens == 1 and sequence.num_tokens == sequence.num_present_tokens
+        is_last = self.samples and self.num_tokens == 1
+        return is_last and self.sequence.num_tokens == self.sequence.num_present_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """A prompt that comes again and is cached whole: no forward pass, and the same bits as with one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shoal.backend.messages import AddSequence
 from shoal.backend.model_runner import ModelRunner, build_forward_batch
 from shoal.backend.models.native import NativeModel, make_native
 from shoal.backend.prompt_ends import KeptLogits, KnownEnds, PromptEnd, PromptEnds
+from shoal.backend.step_log import StepLog
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary
 from shoal.load.tiny_models import write_tiny_model
@@ -365,6 +367,15 @@ def test_sliding_windows(tmp_path: Path, native: NativeLibrary, form: str) -> No
         num_passes = len(runs.model.num_rows)
         assert [o.token for o in runs.ask(prompt, max_tokens=9)] == expected
         assert len(runs.model.num_rows) == num_passes + 8
+
+
+def test_the_step_log_tells(tiny: NativeModel, tmp_path: Path) -> None:
+    runs = Runs(tiny)
+    runs.engine._step_log = StepLog(tmp_path / "steps.jsonl")
+    runs.ask(seq_id=1, max_tokens=2)
+    runs.ask(seq_id=2, max_tokens=2)
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["known_ends"] for line in lines] == [[], [], [2], []]
 
 
 class TestScheduler:

@@ -86,11 +86,13 @@ def test_step_log_gives_the_time_between_busy_steps(tmp_path: Path) -> None:
             logged(10.0, (5, 0), added=(0,)),  # when it began is not known
             logged(10.5, (1, 5), (4, 8), added=(1,), finished=(0, 1)),
             logged(99.0, (5, 0), added=(2,)),  # after an idle time
-            logged(99.25, (1, 5), finished=(2,)),
+            logged(99.25, (1, 5)),
+            msgspec.structs.replace(logged(99.3, (1, 5), added=(3,)), known_ends=[3]),
+            logged(99.75, (1, 6), finished=(2, 3)),
         ],
     )
     steps = read_step_log(log)
-    assert [step.seconds for step in steps] == [0.5, 0.25]
+    assert [round(step.seconds, 3) for step in steps] == [0.5, 0.25, 0.45]  # but of forward passes
     assert steps[0].shape == StepShape(
         prefill_tokens=4, decode_seqs=1, context_tokens=6 + 12, prefill_pairs=9 + 10 + 11 + 12
     )
