@@ -116,6 +116,13 @@ inline void widen(const S* source, int64_t count, float* out) {
 template <class S>
 inline void widen(const S* source, int64_t count, BFloat16* out) {
   int64_t i = 0;
+#if defined(__AVX512BF16__)
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const Vec low = load_wide(source + i), high = load_wide(source + i + kLanes);
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);  // exact, as they are
+    std::memcpy(out + i, &both, sizeof both);
+  }
+#endif
   for (; i + kLanes <= count; i += kLanes) {
     store_low_halves((IntVec)load_wide(source + i) >> 16, reinterpret_cast<uint16_t*>(out + i));
   }
