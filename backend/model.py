@@ -19,6 +19,7 @@ from shoal.backend import codec
 from shoal.backend.channels import Channels
 from shoal.backend.chunk import Chunk
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.garbage import settle
 from shoal.backend.heartbeat import ControlRequest, HeartbeatThread
 from shoal.backend.metrics import MetricsPublisher
 from shoal.backend.parent_watch import ParentWatch
@@ -72,6 +73,7 @@ class TritonPythonModel:
         self._heartbeat = HeartbeatThread(self._service.status)
         labels = {"model": name, "version": version}
         self._metrics = MetricsPublisher(pb_utils, labels, self._service.counts)
+        settle()
         log.info("serving")
 
     def execute(self, requests: list[Any]) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.frames import FrameSocket
+from shoal.backend.garbage import settle
 from shoal.backend.held_outputs import HeldOutputs
 from shoal.backend.messages import (
     AbortSequence,
@@ -240,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         if loaded is None:
             return 1
         engine, ready = loaded
+        settle()
         link.send(ready)
         Worker(engine, link, _leaves_no_core(config, ready)).run()
     finally:

@@ -9,6 +9,7 @@ from types import FrameType
 
 import uvicorn
 
+from shoal.backend.garbage import settle
 from shoal.client.errors import draining
 from shoal.client.openai.app import create_app
 from shoal.client.openai.http_protocol import limited_protocol
@@ -48,6 +49,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        settle()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not handed on to uvicorn: it would raise the signal again after a clean exit.
