@@ -108,9 +108,11 @@ class ModelRunner:
 
     def _carry_out_owed(self) -> None:
         """Copies are made before the next forward pass, and before those of the next step. Nobody
-        else reads or writes blocks, and a step that runs none is over sooner."""
-        owed, self._owed = self._owed, []
-        self._kv_cache.copy_blocks(owed)
+        else reads or writes blocks, and a step that runs none is over sooner. One that fails is
+        still owed: the batch may be tried again."""
+        while self._owed:
+            self._kv_cache.copy_blocks(self._owed[:1])
+            del self._owed[0]
 
     def _try_batch(self, scheduled: Batch, result: RunResult) -> "_Failure | None":
         """Run a batch. On failure only its kind is kept: the error would hold on to its tensors."""

@@ -28,6 +28,7 @@ from shoal.scheduler.images import ImageSpan
 from shoal.scheduler.outputs import ScheduledSequence, StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import Sequence
+from shoal.scheduler.transfers import DeviceCopy
 
 WINDOW = 11
 PROMPT = random_ids(5 * BLOCK_SIZE, 128)
@@ -65,15 +66,16 @@ class Runs:
     ) -> None:
         options = {"block_size": BLOCK_SIZE, "prefix_eviction": LruPolicy(), "num_blocks": 64}
         self.scheduler = make_scheduler(**(options | scheduler))
-        cache = make_kv_cache(
+        self.cache = make_kv_cache(
             model.config.kv_layout, self.scheduler, float("nan"), stored or model.dtype
         )
         self.ends = PromptEnds()
+        self.known = KnownEnds(model.head, self.ends)
         self.model = CountingModel(model)
-        ends = KnownEnds(model.head, self.ends) if knows_ends else None
-        runner = ModelRunner(self.model, cache, CPU, ends=ends)
+        ends = self.known if knows_ends else None
+        self.runner = ModelRunner(self.model, self.cache, CPU, ends=ends)
         limits = EngineLimits(model.config.vocab_size, 200, frozenset())
-        self.engine = Engine(self.scheduler, runner, limits)
+        self.engine = Engine(self.scheduler, self.runner, limits)
 
     def ask(
         self, prompt: list[int] = PROMPT, seq_id: int = 1, salt: bytes = b"", **sampling: Any
@@ -301,6 +303,35 @@ def test_few_prompts_have_their_logits_kept() -> None:
     assert [end.logits is not None for end in ends] == [False, False, False, True]
     kept.keep(ends[0], logits)
     assert [end.logits is not None for end in ends] == [True, False, False, False]
+
+
+def test_a_copy_that_fails_is_made_when_its_batch_is_tried_again(
+    tiny: NativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_ids(3 * BLOCK_SIZE - 1, 128, seed) for seed in range(3)]
+    expected = [texts_of(Runs(tiny), {"prompt": prompt})[0] for prompt in prompts]
+    runs = Runs(tiny)
+    for prompt in prompts[1:]:
+        runs.ask(prompt)
+    num_tries = 0
+    copy_blocks = runs.cache.copy_blocks
+
+    def fails_at_second(copies: list[DeviceCopy]) -> None:
+        nonlocal num_tries
+        num_tries += len(copies)
+        if copies and num_tries == 2:
+            raise MemoryError
+        copy_blocks(copies)
+
+    monkeypatch.setattr(runs.cache, "copy_blocks", fails_at_second)
+    for seq_id, prompt in enumerate(prompts):  # the first is new, so all run
+        runs.add(prompt, seq_id)
+    texts: list[list[Any]] = [[], [], []]
+    while runs.engine.has_unfinished:
+        for output in runs.engine.step():
+            texts[output.seq_id].append(output.token)
+    assert texts == expected
+    assert num_tries == 3
 
 
 def test_its_duration_teaches_nothing(tiny: NativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
