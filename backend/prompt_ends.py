@@ -76,23 +76,23 @@ class PromptEnds:
         return end
 
     def keep(self, sequence: Sequence, states: torch.Tensor) -> PromptEnd | None:
-        """Keep a copy of ``states`` [hidden_size], which come after all known tokens. None: they
-        take too much."""
+        """Keep a copy of ``states`` [hidden_size], which come after all known tokens. What else is
+        known of such an end stays with it. None: they take too much."""
         key = _key(sequence)
-        self._forget(key)
+        known = self._ends.get(key)
+        if known is not None:
+            self._ends.move_to_end(key)
+            known.states.copy_(states)
+            return known
         num_bytes = _num_bytes(key, states)
         if num_bytes > self._max_bytes:
             return None
         self._num_bytes += num_bytes
         end = self._ends[key] = PromptEnd(states.clone())
         while self._num_bytes > self._max_bytes:
-            self._forget(next(iter(self._ends)))
+            key, oldest = self._ends.popitem(last=False)
+            self._num_bytes -= _num_bytes(key, oldest.states)
         return end
-
-    def _forget(self, key: _Key) -> None:
-        end = self._ends.pop(key, None)
-        if end is not None:
-            self._num_bytes -= _num_bytes(key, end.states)
 
 
 class KeptLogits:
@@ -107,8 +107,10 @@ class KeptLogits:
         self._ends.move_to_end(id(end))
 
     def keep(self, end: PromptEnd, logits: torch.Tensor) -> None:
-        """Keep a copy of ``logits`` [vocab_size] with an end that has none."""
-        assert end.logits is None
+        """Keep a copy of ``logits`` [vocab_size] with an end, unless it has them already."""
+        if end.logits is not None:
+            self.note_use(end)
+            return
         end.logits = logits.clone()
         self._ends[id(end)] = end
         self._num_bytes += logits.nbytes
@@ -174,8 +176,7 @@ class KnownEnds:
                 end.likeliest = token
         elif projected.logits is not None:
             for end, logits in zip(ends, projected.logits, strict=True):
-                if end.logits is None:
-                    self._logits.keep(end, logits)
+                self._logits.keep(end, logits)
 
     @staticmethod
     def of_step(

@@ -305,6 +305,21 @@ def test_few_prompts_have_their_logits_kept() -> None:
     assert [end.logits is not None for end in ends] == [True, False, False, False]
 
 
+def test_a_prompt_that_ends_several_times_at_once_has_its_logits_kept_once(
+    tiny: NativeModel, projections: list[int]
+) -> None:
+    drawn = {"temperature": 1.0, "seed": 1, "max_tokens": 1}
+    other = random_ids(2 * BLOCK_SIZE, 128, 3)
+    runs = Runs(tiny)
+    runs.known._logits = KeptLogits(max_bytes=2 * 4 * 128)  # of two prompts
+    runs.ask(other, **drawn)
+    for seq_id in range(5):
+        runs.add(seq_id=seq_id, **drawn)
+    runs.ask(seq_id=5, **drawn)
+    assert runs.num_passes(other, temperature=1.0) == 0
+    assert projections == []
+
+
 def test_a_copy_that_fails_is_made_when_its_batch_is_tried_again(
     tiny: NativeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
