@@ -152,6 +152,8 @@ class Engine:
             if item.finish_reason is not None:
                 self._live.discard(item.seq_id)
                 self._forget_images(item.seq_id)
+        if result.known_ends and not (refused or results):  # all wait for their grammars
+            self._made_progress = False
         if self._step_log:
             free_blocks = self._scheduler.free_blocks
             self._step_log.finished(

@@ -12,7 +12,7 @@ from paged_runs import BLOCK_SIZE, make_cache, make_paged_sequence
 from tiny_checkpoint import write_tiny_checkpoint
 from tiny_runs import CPU, make_kv_cache
 
-from shoal.backend.engine import Engine, EngineLimits
+from shoal.backend.engine import Engine, EngineLimits, RunResult
 from shoal.backend.forward_batch import ForwardBatch, KnownStates, LikeliestTokens
 from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.messages import AddSequence
@@ -318,6 +318,28 @@ def test_a_prompt_that_ends_several_times_at_once_has_its_logits_kept_once(
     runs.ask(seq_id=5, **drawn)
     assert runs.num_passes(other, temperature=1.0) == 0
     assert projections == []
+
+
+def test_while_all_wait_for_their_grammars_the_worker_does_not_spin(
+    tiny: NativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step without a forward pass is over at once, and the next would be like it."""
+    runs = Runs(tiny)
+    runs.ask()
+    allowed = runs.runner._allowed_tokens
+
+    def wait(sequences: list[Sequence], vocab_size: int, result: RunResult) -> Any:
+        result.deferred.update(sequence.seq_id for sequence in sequences)
+        return allowed(sequences, vocab_size, result)
+
+    runs.add(temperature=1.0)
+    monkeypatch.setattr(runs.runner, "_allowed_tokens", wait)
+    for _ in range(2):
+        assert runs.engine.step() == []
+        assert not runs.engine.made_progress
+    monkeypatch.undo()
+    assert len(runs.engine.step()) == 1
+    assert runs.engine.made_progress
 
 
 def test_a_copy_that_fails_is_made_when_its_batch_is_tried_again(
