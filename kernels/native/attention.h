@@ -546,7 +546,8 @@ class Attention {
     count = (count + step - 1) / step * step;
     if (num_rows <= kTileRows) {
       constexpr int64_t both = 2 * kPanel;
-      const bool few = num_rows <= kFewRows && width_ % both == 0;
+      constexpr bool has_registers = kTileRows >= kFewRows;  // for the sums of two panels
+      const bool few = has_registers && num_rows <= kFewRows && width_ % both == 0;
       for (int64_t column = 0; column < width_; column += few ? both : kPanel) {
         const Weight<T>* weights = weights_of(first_row);
         float* sums = &scratch_.sums[first_row * width_ + column];
