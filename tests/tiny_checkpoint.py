@@ -36,3 +36,16 @@ def write_tiny_checkpoint(folder: Path, **overrides: Any) -> Path:
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def write_tiny_windowed(folder: Path, window: int) -> Path:
+    """A tiny Gemma 3: a sliding, a full and a sliding layer."""
+    return write_tiny_checkpoint(
+        folder,
+        architectures=["Gemma3ForCausalLM"],
+        head_dim=8,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=window,
+        query_pre_attn_scalar=8,
+    )

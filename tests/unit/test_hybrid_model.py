@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import make_scheduler, make_sequence
-from tiny_checkpoint import write_tiny_checkpoint
+from tiny_checkpoint import write_tiny_checkpoint, write_tiny_windowed
 from tiny_runs import BLOCK_SIZE, CPU, generate, make_kv_cache
 
 from shoal.backend.engine_builder import build_engine
@@ -41,15 +41,7 @@ def gemma(request, tmp_path_factory):
     if request.param in GEMMA4:
         write_tiny_model(request.param, folder, torch.float32, sliding_window=WINDOW)
     else:
-        write_tiny_checkpoint(
-            folder,
-            architectures=["Gemma3ForCausalLM"],
-            head_dim=8,
-            num_hidden_layers=3,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=8,
-        )
+        write_tiny_windowed(folder, WINDOW)
     loaded = load_model(folder, torch.float32)
     if request.param == "reference":
         return loaded

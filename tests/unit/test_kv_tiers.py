@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from builders import make_sampling, make_sequence
-from tiny_checkpoint import write_tiny_checkpoint
+from tiny_checkpoint import write_tiny_checkpoint, write_tiny_windowed
 from tiny_runs import BLOCK_SIZE, generate, make_kv_cache
 
 from shoal.backend.engine_builder import build_engine
@@ -33,15 +33,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
-    folder = write_tiny_checkpoint(
-        tmp_path_factory.mktemp("gemma"),
-        architectures=["Gemma3ForCausalLM"],
-        head_dim=8,
-        num_hidden_layers=3,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        sliding_window=11,
-        query_pre_attn_scalar=8,
-    )
+    folder = write_tiny_windowed(tmp_path_factory.mktemp("gemma"), 11)
     return load_model(folder, torch.float32)
 
 

@@ -9,7 +9,7 @@ import torch
 from builders import make_scheduler, make_sequence, run_step
 from native_checks import BLOCKS, random_ids
 from paged_runs import BLOCK_SIZE, make_cache, make_paged_sequence
-from tiny_checkpoint import write_tiny_checkpoint
+from tiny_checkpoint import write_tiny_checkpoint, write_tiny_windowed
 from tiny_runs import CPU, make_kv_cache
 
 from shoal.backend.engine import Engine, EngineLimits, RunResult
@@ -18,13 +18,12 @@ from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.messages import AddSequence
 from shoal.backend.model_runner import ModelRunner, build_forward_batch
 from shoal.backend.models.native import NativeModel, make_native
-from shoal.backend.prompt_ends import KeptLogits, KnownEnds, PromptEnd, PromptEnds
+from shoal.backend.prompt_ends import KeptLogits, KnownEnds, PromptEnds
 from shoal.backend.step_log import StepLog
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.native_library import NativeLibrary
 from shoal.load.tiny_models import write_tiny_model
 from shoal.scheduler.eviction import LruPolicy
-from shoal.scheduler.images import ImageSpan
 from shoal.scheduler.outputs import ScheduledSequence, StepOutput
 from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import Sequence
@@ -291,20 +290,6 @@ def test_its_logits_are_kept_as_they_were(tiny: NativeModel, projections: list[i
     assert projections == []
 
 
-def test_few_prompts_have_their_logits_kept() -> None:
-    kept, logits = KeptLogits(max_bytes=2 * 4 * 100), torch.zeros(100)
-    ends = [PromptEnd(torch.zeros(4)) for _ in range(4)]
-    for end in ends[:2]:
-        kept.keep(end, logits)
-    kept.note_use(ends[0])
-    kept.keep(ends[2], logits)
-    assert [end.logits is not None for end in ends] == [True, False, True, False]
-    kept.keep(ends[3], torch.zeros(1000))  # beyond the bound, but the latest
-    assert [end.logits is not None for end in ends] == [False, False, False, True]
-    kept.keep(ends[0], logits)
-    assert [end.logits is not None for end in ends] == [True, False, False, False]
-
-
 def test_a_prompt_that_ends_several_times_at_once_has_its_logits_kept_once(
     tiny: NativeModel, projections: list[int]
 ) -> None:
@@ -414,15 +399,7 @@ def test_a_turn_that_is_asked_again_in_another_way(tiny: NativeModel) -> None:
 @pytest.mark.parametrize("form", ["Gemma 3", "Gemma 4 (E2B)", "Gemma 4 (26B-A4B)"])
 def test_sliding_windows(tmp_path: Path, native: NativeLibrary, form: str) -> None:
     if form == "Gemma 3":
-        write_tiny_checkpoint(
-            tmp_path,
-            architectures=["Gemma3ForCausalLM"],
-            head_dim=8,
-            num_hidden_layers=3,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=8,
-        )
+        write_tiny_windowed(tmp_path, WINDOW)
     else:
         write_tiny_model(form, tmp_path, torch.float32, sliding_window=WINDOW)
     model = make_native(load_model(tmp_path, torch.float32).model, native)
@@ -472,48 +449,3 @@ class TestScheduler:
                 only_logits.append(item.only_lacks_logits)
         # What is said of the item is said after its step.
         assert not any(only_logits)
-
-
-class TestStates:
-    def states(self, value: float) -> torch.Tensor:
-        return torch.full((64,), float(value))
-
-    def kept(self, ends: PromptEnds, *sequences: Sequence) -> list[float | None]:
-        found = [ends.find(sequence) for sequence in sequences]
-        return [None if end is None else float(end.states[0]) for end in found]
-
-    def test_the_latest_used_stay_within_the_bound(self) -> None:
-        ends = PromptEnds(max_bytes=2000)  # of two
-        first, second, third = (make_sequence(idx, 10, prompt_seed=idx) for idx in range(3))
-        ends.keep(first, self.states(1))
-        ends.keep(second, self.states(2))
-        assert self.kept(ends, first) == [1]
-        ends.keep(third, self.states(3))
-        assert len(ends) == 2
-        assert self.kept(ends, first, second, third) == [1, None, 3]
-
-    def test_again_and_too_long(self) -> None:
-        ends = PromptEnds(max_bytes=2000)
-        sequence, long = make_sequence(1, 10), make_sequence(2, 600)
-        for value in range(20):
-            ends.keep(sequence, self.states(value))
-        ends.keep(long, self.states(1))
-        assert len(ends) == 1
-        assert self.kept(ends, sequence, long) == [19, None]
-
-    def test_a_copy_is_kept(self) -> None:
-        ends, sequence, states = PromptEnds(), make_sequence(1, 3), self.states(1)
-        ends.keep(sequence, states)
-        states[:] = 0
-        assert self.kept(ends, sequence) == [1]
-
-    def test_images_are_not_told_by_token_ids(self) -> None:
-        ends, sequence = PromptEnds(), make_sequence(1, 10)
-        assert PromptEnds.wants(sequence)
-        ends.keep(sequence, self.states(1))
-        sequence.images = (ImageSpan(2, 4, b"digest"),)
-        assert not PromptEnds.wants(sequence)
-        assert ends.find(sequence) is None
-
-    def test_only_a_prompts_end_is_worth_it(self) -> None:
-        assert not PromptEnds.wants(make_sequence(1, 10, num_output_tokens=1))
