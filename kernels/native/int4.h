@@ -49,14 +49,8 @@ template <class T>
 void prepare_int4(const T* in, const int64_t* columns, int64_t k, int64_t group, char* out) {
   int8_t* values = reinterpret_cast<int8_t*>(out);
   char* tail = out + int4_row_bytes(k, group) - int4_tail_bytes(k, group);
-  const int64_t width = int4_state_group(k, group);
-  for (int64_t first = 0; first < k; first += width, tail += sizeof(StateGroup)) {
-    const int64_t count = std::min(width, k - first);
-    StateGroup states = columns ? quantize_states(in, columns + first, count, values + first)
-                                : quantize_states(in + first, nullptr, count, values + first);
-    states.offset *= -1;  // times the zero point
-    std::memcpy(tail, &states, sizeof states);
-  }
+  constexpr int32_t kFactor = -1;  // times the zero point
+  quantize_row(in, columns, k, int4_state_group(k, group), kFactor, values, tail);
   for (int64_t i = k; i < round_up(k, 8); i++) values[i] = 0;
 }
 

@@ -19,12 +19,7 @@ template <class T>
 void prepare_int8(const T* in, int64_t k, char* out) {
   int8_t* values = reinterpret_cast<int8_t*>(out);
   char* tail = out + int8_row_bytes(k) - int8_tail_bytes(k);
-  for (int64_t first = 0; first < k; first += kStateGroup, tail += sizeof(StateGroup)) {
-    const int64_t count = std::min(kStateGroup, k - first);
-    StateGroup group = quantize_states(in + first, nullptr, count, values + first);
-    group.offset *= -128;
-    std::memcpy(tail, &group, sizeof group);
-  }
+  quantize_row(in, nullptr, k, kStateGroup, -128, values, tail);
   for (int64_t i = k; i < round_up(k, 4); i++) values[i] = 0;
 }
 

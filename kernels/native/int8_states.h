@@ -15,6 +15,7 @@ namespace shoal {
 
 constexpr int64_t kRowAlign = 64;
 constexpr int64_t kStateGroup = 64;  // at most; whole numbers of four
+constexpr float kTinyState = 1e-30f;  // below it 127 / x might be infinite
 // Rows of a tile: one group's sums and the totals, both in registers where there are 32.
 #if defined(__AVX512F__)
 constexpr int kStateRows = 6;
@@ -55,7 +56,6 @@ inline int32_t max_lanes(IntVec value) {
 // of `in` they are, or is null. Returns their scale, NaN where one is not finite, and their sum.
 template <class T>
 StateGroup quantize_states(const T* in, const int64_t* columns, int64_t count, int8_t* out) {
-  constexpr float kTiny = 1e-30f;  // below it 127 / x might be infinite
   constexpr int kNumVecs = kStateGroup / kLanes;
   alignas(64) int8_t bytes[kStateGroup];
   Vec values[kNumVecs];
@@ -79,7 +79,7 @@ StateGroup quantize_states(const T* in, const int64_t* columns, int64_t count, i
     std::fill_n(out, count, int8_t(0));
     return {std::nanf(""), 0};
   }
-  const float inverse = highest > kTiny ? 127.0f / highest : 0.0f;
+  const float inverse = highest > kTinyState ? 127.0f / highest : 0.0f;
   for (int i = 0; i < kNumVecs; i++) {
     // Adding 1.5 * 2^23 rounds to the nearest whole number, ties to even.
     const Vec magic = splat(12582912.0f);
@@ -122,6 +122,139 @@ inline IntVec quad_multiply_add(IntVec weights, IntVec states, IntVec acc) {
     acc += ((weights >> shift) & 255) * ((states << (24 - shift)) >> 24);
   return acc;
 #endif
+}
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+
+// Lane i of the result is what `combine` makes of four lanes of each of parts[i]'s four quarters.
+template <class Combine>
+inline __m128i combine_lanes(const __m512i (&parts)[4], Combine combine) {
+  const __m512i ab = combine(_mm512_unpacklo_epi32(parts[0], parts[1]),
+                             _mm512_unpackhi_epi32(parts[0], parts[1]));
+  const __m512i cd = combine(_mm512_unpacklo_epi32(parts[2], parts[3]),
+                             _mm512_unpackhi_epi32(parts[2], parts[3]));
+  const __m512i all = combine(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m512i half = combine(all, _mm512_shuffle_i64x2(all, all, 0x4e));
+  return _mm512_castsi512_si128(combine(half, _mm512_shuffle_i64x2(half, half, 0xb1)));
+}
+
+// kCount (up to four) groups of kWidth neighbouring states, as quantize_states to the bit. They go
+// side by side: each alone would wait for its largest magnitude, and one tree finds those of all.
+template <int kCount, int kWidth>
+__attribute__((always_inline)) inline void quantize_groups(const BFloat16* in, int32_t factor,
+                                                           int8_t* out, StateGroup* groups) {
+  constexpr int kParts = kWidth / 64;
+  const __m512i high_halves = _mm512_set1_epi32(int32_t(0xffff0000u));
+  __m512i most[4] = {}, sums[4] = {};
+#pragma GCC unroll 4
+  for (int group = 0; group < kCount; group++)
+#pragma GCC unroll 4
+    for (int part = 0; part < 2 * kParts; part++) {
+      const __m512i both = _mm512_loadu_si512(in + group * kWidth + part * 32);
+      const __m512i magnitudes = _mm512_and_si512(both, _mm512_set1_epi16(0x7fff));
+      most[group] = part ? _mm512_max_epu16(most[group], magnitudes) : magnitudes;
+    }
+  const __m128i pairs =
+      combine_lanes(most, [](__m512i a, __m512i b) { return _mm512_max_epu16(a, b); });
+  const __m128i bits = _mm_max_epu32(_mm_slli_epi32(pairs, 16),
+                                     _mm_and_si128(pairs, _mm_set1_epi32(int32_t(0xffff0000u))));
+  const __m128 highest = _mm_castsi128_ps(bits), most_steps = _mm_set1_ps(127.0f);
+  const __mmask8 finite = _mm_cmplt_epi32_mask(bits, _mm_set1_epi32(0x7f800000));
+  const __mmask8 divides =
+      _mm_mask_cmp_ps_mask(finite, highest, _mm_set1_ps(kTinyState), _CMP_GT_OQ);
+  const __m128 inverse = _mm_maskz_div_ps(divides, most_steps, highest);
+  const __m128 scale = _mm_mask_div_ps(_mm_set1_ps(std::nanf("")), finite, highest, most_steps);
+  // To the nearest whole number, ties to even.
+  const auto steps = [](__m512i states, __m512 times) {
+    return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(states), times));
+  };
+#pragma GCC unroll 4
+  for (int group = 0; group < kCount; group++) {
+    const __m512 times =
+        _mm512_permutexvar_ps(_mm512_set1_epi32(group), _mm512_castps128_ps512(inverse));
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; part++) {
+      const int64_t first = group * kWidth + part * 64;
+      const auto words = [&](const BFloat16* source) {  // in each quarter four even ones, four odd
+        const __m512i both = _mm512_loadu_si512(source);
+        return _mm512_packs_epi32(steps(_mm512_slli_epi32(both, 16), times),
+                                  steps(_mm512_and_si512(both, high_halves), times));
+      };
+      const __m512i mixed = _mm512_packs_epi16(words(in + first), words(in + first + 32));
+      const __m512i quarters = _mm512_shuffle_epi8(
+          mixed, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14,
+                                                      11, 15)));
+      const __m512i bytes = _mm512_permutexvar_epi64(
+          _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), quarters);
+      _mm512_storeu_si512(out + first, bytes);
+      const IntVec ones = IntVec{} + 0x01010101;
+      sums[group] = (__m512i)quad_multiply_add(ones, (IntVec)bytes, (IntVec)sums[group]);
+    }
+  }
+  const __m128i sum =
+      combine_lanes(sums, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
+  const __m128i offset = _mm_mullo_epi32(sum, _mm_set1_epi32(factor));
+  const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi32(_mm_castps_si128(scale), offset),
+                                        _mm_unpacklo_epi32(_mm_castps_si128(scale), offset));
+  _mm256_mask_storeu_epi64(groups, (1 << kCount) - 1, both);
+  if (finite == 15) return;
+  for (int group = 0; group < kCount; group++) {
+    if (finite >> group & 1) continue;
+    groups[group].offset = 0;
+    std::memset(out + group * kWidth, 0, kWidth);
+  }
+}
+
+template <int kWidth>
+void quantize_all(const BFloat16* in, int64_t num_groups, int32_t factor, int8_t* out,
+                  StateGroup* groups) {
+  const int64_t num_parts = (num_groups + 3) / 4;
+  for (int64_t part = 0, begin = 0, end; part < num_parts; part++, begin = end) {
+    end = num_groups * (part + 1) / num_parts;
+    const BFloat16* source = in + begin * kWidth;
+    int8_t* target = out + begin * kWidth;
+    switch (end - begin) {
+      case 1: quantize_groups<1, kWidth>(source, factor, target, groups + begin); break;
+      case 2: quantize_groups<2, kWidth>(source, factor, target, groups + begin); break;
+      case 3: quantize_groups<3, kWidth>(source, factor, target, groups + begin); break;
+      default: quantize_groups<4, kWidth>(source, factor, target, groups + begin);
+    }
+  }
+}
+
+#endif
+
+// As many of a row's first groups of `width` states as are quantised many at once; returns their
+// number.
+inline int64_t quantize_whole_groups(const float*, int64_t, int64_t, int32_t, int8_t*, char*) {
+  return 0;
+}
+
+inline int64_t quantize_whole_groups(const BFloat16* in, int64_t num_groups, int64_t width,
+                                     int32_t factor, int8_t* out, char* tail) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  StateGroup* groups = reinterpret_cast<StateGroup*>(tail);
+  switch (width) {
+    case 64: quantize_all<64>(in, num_groups, factor, out, groups); return num_groups;
+    case 128: quantize_all<128>(in, num_groups, factor, out, groups); return num_groups;
+  }
+#endif
+  return 0;
+}
+
+// A row's k states in groups of `width`, at most kStateGroup: as many bytes to `out`, and a
+// StateGroup each to `tail`, its offset the group's sum times `factor`.
+template <class T>
+void quantize_row(const T* in, const int64_t* columns, int64_t k, int64_t width, int32_t factor,
+                  int8_t* out, char* tail) {
+  int64_t group = columns ? 0 : quantize_whole_groups(in, k / width, width, factor, out, tail);
+  for (int64_t first = group * width; first < k; first += width, group++) {
+    const int64_t count = std::min(width, k - first);
+    StateGroup states = columns ? quantize_states(in, columns + first, count, out + first)
+                                : quantize_states(in + first, nullptr, count, out + first);
+    states.offset *= factor;
+    std::memcpy(tail + group * sizeof states, &states, sizeof states);
+  }
 }
 
 // sums += a quad of each row's states, `quad` quads behind `a`, times 32 columns' weights.

@@ -68,11 +68,19 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) {
 
 // The lanes are added pairwise, halves first: one order for every caller.
 inline float sum_lanes(Vec value) {
+#if defined(__AVX512F__)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)value),
+                                     _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)value, 1)));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
   float lanes[kLanes];
   store(lanes, value);
   for (int width = kLanes / 2; width; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 
 // b where either is NaN.

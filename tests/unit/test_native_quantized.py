@@ -205,6 +205,25 @@ def test_nan_and_infinity_stay_in_their_row(
     assert torch.equal(out[others], clean[others])
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 4, 5, 9])
+def test_groups_side_by_side_are_quantised_as_each_alone(
+    native: NativeLibrary, kind: str, num_groups: int
+) -> None:
+    """bfloat16's whole groups go side by side; float32's and the last columns one after another."""
+    rows, k = 40, 64 * num_groups + 8
+    exponents = torch.randint(-130, 60, (rows, k // 8), generator=torch.Generator().manual_seed(1))
+    scales = torch.exp2(exponents.float()).repeat_interleave(8, dim=1)
+    states = (normal(rows, k) * torch.where(scales < 1e-38, 0.0, scales)).bfloat16()
+    states[:20] = normal(20, k, seed=2)  # all groups alike
+    states[3, k // 2], states[5, 0], states[7, 63] = float("nan"), float("inf"), -float("inf")
+    weight = SCHEMES[kind](normal(40, k), torch.bfloat16)
+    out = native.linear(states, native.pack_linear(weight))
+    wide = replace(weight, dtype=torch.float32, scales=weight.scales.float())
+    expected = native.linear(states.float(), native.pack_linear(wide))
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("inner", [16, 23])
 def test_gated(native: NativeLibrary, dtype: torch.dtype, kind: str, inner: int) -> None:
