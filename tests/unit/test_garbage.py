@@ -1,12 +1,14 @@
 """Objects that are there from the start are not the collector's any more."""
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
+from hashlib import sha256
 
 import pytest
 
-from shoal.backend.garbage import settle
+from shoal.backend.garbage import heap_ranges, settle
 
 
 class Knot:
@@ -37,3 +39,26 @@ def test_garbage_of_before_is_freed_first_and_that_of_later_as_ever() -> None:
     later = weakref.ref(Knot())
     gc.collect()
     assert later() is None
+
+
+def test_what_lies_on_the_heap_stays_as_it_was() -> None:
+    pieces = [os.urandom(2**20) for _ in range(8)]
+    digests = [sha256(piece).digest() for piece in pieces]
+    settle()
+    assert [sha256(piece).digest() for piece in pieces] == digests
+
+
+def test_only_whole_pages_of_the_heap_are_moved() -> None:
+    lines = [
+        "555555400000-555555a01000 rw-p 00000000 00:00 0                  [heap]",
+        "7f0000100000-7f0000600000 rw-p 00000000 00:00 0 ",
+        "7f0000700000-7f0000f00000 rw-p 00000000 00:00 0                  [stack]",
+        "7f0001000000-7f0002000000 r--p 00000000 00:00 0 ",
+        "7f0002000000-7f0003000000 rw-s 00000000 00:00 0 ",
+        "7f0003000000-7f0004000000 rw-p 00000000 08:01 99                 /lib/x y.so",
+        "7f0004100000-7f0004300000 rw-p 00000000 00:00 0 ",
+    ]
+    assert heap_ranges(lines) == [
+        (0x555555400000, 0x555555A00000),
+        (0x7F0000200000, 0x7F0000600000),
+    ]
