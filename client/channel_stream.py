@@ -1,10 +1,11 @@
 """What a process keeps of each request of its channels, and of each channel."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,13 +13,15 @@ import msgspec
 from shoal.backend.channel_messages import ACK_EVERY, ChannelDelta
 from shoal.client import errors
 from shoal.client.errors import ShoalError
-from shoal.client.types import Delta
+
+logger = logging.getLogger("shoal.channel")
 
 JOIN_ABOVE = 8  # deltas that wait for their reader; more are joined where they are plain text
 # A reader so far behind is cut off. No answer of text alone is as long.
 MAX_WAITING_BYTES = 8 * 2**20
 
 Drop = Callable[["ChannelStream"], None]  # lets the backend end the request
+Listener = Callable[[ChannelDelta], bool]  # whether it has taken a delta
 
 
 class ChannelStream:
@@ -36,11 +39,12 @@ class ChannelStream:
         self._begun_at = time.monotonic()
         self._drop = drop
         self._num_unfinished = num_choices
-        self._waiting: deque[Delta] = deque()
+        self._waiting: deque[ChannelDelta] = deque()
         self._waiting_bytes = 0
         self._failure: ShoalError | None = None
         self._ended = False  # nothing more comes
         self._reader: asyncio.Future[None] | None = None
+        self._listener: Listener | None = None
 
     @property
     def age_ms(self) -> int:
@@ -56,7 +60,7 @@ class ChannelStream:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> ChannelDelta:
         while True:
             if self._waiting:
                 return self._next()
@@ -69,6 +73,11 @@ class ChannelStream:
                 await self._reader
             finally:
                 self._reader = None
+
+    def listen(self, listener: Listener) -> None:
+        """Offer each delta to ``listener`` as it arrives, while the reader waits for one; only what
+        it does not take wakes the reader. That spares most deltas a turn of the event loop."""
+        self._listener = listener
 
     async def aclose(self) -> None:
         """Cancel the request unless it has ended. Idempotent."""
@@ -102,7 +111,7 @@ class ChannelStream:
             text = "The server stopped the request before it was finished."
             self.end(errors.unavailable(text))
             return True
-        self._put(_delta(told))
+        self._put(told)
         if told.finish_reason is not None:
             self._num_unfinished -= 1
         if self._num_unfinished <= 0:
@@ -112,7 +121,9 @@ class ChannelStream:
             self.fail(ShoalError("The answer was not read for too long.", 408, "too_slow"))
         return False
 
-    def _put(self, delta: Delta) -> None:
+    def _put(self, delta: ChannelDelta) -> None:
+        if self._is_heard(delta):
+            return
         waiting = self._waiting
         self._waiting_bytes += _size(delta)
         if len(waiting) >= JOIN_ABOVE and _can_join(waiting[-1], delta):
@@ -121,7 +132,17 @@ class ChannelStream:
             waiting.append(delta)
         self._wake()
 
-    def _next(self) -> Delta:
+    def _is_heard(self, delta: ChannelDelta) -> bool:
+        if self._listener is None or self._reader is None or self._reader.done():
+            return False
+        try:
+            return self._listener(delta)
+        except Exception:
+            logger.exception("a stream failed")
+            self.fail(ShoalError("The server failed to answer. Try again.", 500))
+            return True
+
+    def _next(self) -> ChannelDelta:
         delta = self._waiting.popleft()
         self._waiting_bytes -= _size(delta)
         return delta
@@ -163,30 +184,12 @@ class Opening:
         self.over.set()
 
 
-def _delta(told: ChannelDelta) -> Delta:
-    return Delta(
-        told.text,
-        tuple(told.token_ids),
-        told.num_output_tokens,
-        told.num_input_tokens,
-        told.num_cached_tokens,
-        told.finish_reason,
-        told.logprobs,
-        told.prompt_logprobs,
-        told.embedding,
-        told.reasoning,
-        told.tool_calls,
-        None,
-        told.index,
-    )
-
-
-def _size(delta: Delta) -> int:
+def _size(delta: ChannelDelta) -> int:
     size = len(delta.text) + len(delta.reasoning) + len(delta.logprobs or "")
     return size + len(delta.tool_calls or "") + len(delta.prompt_logprobs or "")
 
 
-def _can_join(first: Delta, second: Delta) -> bool:
+def _can_join(first: ChannelDelta, second: ChannelDelta) -> bool:
     """Whether both are plain text of one choice, which goes on after the first."""
     return (
         first.index == second.index
@@ -197,8 +200,8 @@ def _can_join(first: Delta, second: Delta) -> bool:
     )
 
 
-def _joined(first: Delta, second: Delta) -> Delta:
-    return replace(
+def _joined(first: ChannelDelta, second: ChannelDelta) -> ChannelDelta:
+    return msgspec.structs.replace(
         second,
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,

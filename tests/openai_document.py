@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import jsonschema_rs
 
+from shoal.client.openai.http_protocol import BODY_WRITER, BodyWriter, body_writer
+
 DOCUMENT = Path(__file__).parent / "data" / "openai_schemas.json"
 
 # Method and path: the schemas of a whole answer and of a stream's event.
@@ -158,6 +160,21 @@ class Findings:
 FINDINGS = Findings()
 
 
+class _KeptWriter:
+    """A body writer that keeps what is written."""
+
+    def __init__(self, writer: BodyWriter, parts: list[bytes]) -> None:
+        self._writer, self._parts = writer, parts
+
+    @property
+    def is_open(self) -> bool:
+        return self._writer.is_open
+
+    def write(self, piece: bytes) -> None:
+        self._parts.append(piece)
+        self._writer.write(piece)
+
+
 class CheckedApp:
     """An ASGI application whose answers are checked as they were sent."""
 
@@ -171,6 +188,9 @@ class CheckedApp:
         start: dict[str, Any] = {}
         parts: list[bytes] = []
         ended = False
+        writer = body_writer(scope)
+        if writer is not None:
+            scope["extensions"] = {BODY_WRITER: _KeptWriter(writer, parts)}
 
         async def keep_and_send(message: dict[str, Any]) -> None:
             nonlocal start, ended

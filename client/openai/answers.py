@@ -12,7 +12,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from shoal.client.errors import ShoalError
 from shoal.client.openai import wire
-from shoal.client.openai.generation import Generation
+from shoal.client.openai.generation import ChoiceDelta, Generation
+from shoal.client.openai.http_protocol import BodyWriter, body_writer
 from shoal.client.openai.json_body import ClientGoneError
 from shoal.client.openai.key_limits import TokenLease
 from shoal.client.openai.wire import AnswerWire
@@ -80,6 +81,23 @@ class SendWatch:
             self._task.cancel()
 
 
+class EventWriter:
+    """Writes a stream's events as its deltas arrive."""
+
+    def __init__(self, body: BodyWriter, wire: AnswerWire) -> None:
+        self._body = body
+        self._wire = wire
+
+    @property
+    def is_open(self) -> bool:
+        return self._body.is_open
+
+    def write(self, delta: ChoiceDelta) -> None:
+        events = self._wire.delta_events(delta)
+        if events:
+            self._body.write(events)
+
+
 class GenerationResponse(Response):
     """Answers with a generation, whole or as server-sent events.
 
@@ -134,7 +152,7 @@ class GenerationResponse(Response):
                 response = error_response(internal_error())
             else:
                 if self._stream:
-                    await self._send_events(generation, send)
+                    await self._send_events(generation, send, body_writer(scope))
                     return
             await response(scope, receive, send)
 
@@ -160,16 +178,21 @@ class GenerationResponse(Response):
         body = self._wire.body(generation.choices(), generation.usage)
         return Response(body, media_type="application/json")
 
-    async def _send_events(self, generation: Generation, send: Send) -> None:
+    async def _send_events(
+        self, generation: Generation, send: Send, body: BodyWriter | None
+    ) -> None:
+        writer = None if body is None else EventWriter(body, self._wire)
         with SendWatch(self._send_timeout_s) as self._watch:
-            await self._send_all_events(generation, send)
+            await self._send_all_events(generation, send, writer)
 
-    async def _send_all_events(self, generation: Generation, send: Send) -> None:
+    async def _send_all_events(
+        self, generation: Generation, send: Send, writer: EventWriter | None
+    ) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             starts = [self._wire.start_events(i) for i in range(generation.num_choices)]
             await self._send_body(send, b"".join(starts))
-            async for delta in generation.deltas():
+            async for delta in generation.deltas(writer):
                 await self._send_body(send, self._wire.delta_events(delta))
             last = self._wire.end_events(generation.usage)
         except ShoalError as error:

@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
+from shoal.backend.channel_messages import ChannelDelta
 from shoal.client.channel_stream import ChannelStream
 from shoal.client.openai.logprobs import LogprobReader, TokenLogprob
 from shoal.client.openai.prompts import Prompt
 from shoal.client.openai.served_models import ServedModel
 from shoal.client.openai.tool_calls import read_tool_calls
-from shoal.client.types import Delta, Usage
+from shoal.client.types import Usage
 
 QUEUED_DELTAS = 16  # per request with several prompts; a full queue holds the streams back
 
@@ -56,11 +57,12 @@ class GenerationRequest:
         return answers + sum(prompt.estimated_tokens for prompt in self.prompts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would triple the cost of what is made for each event
 class ChoiceDelta:
     """What one choice gained; with everything in it, the whole choice.
 
-    ``logprobs`` are those of the tokens of ``text``; None where the request wants none.
+    ``logprobs`` are those of the tokens of ``text``; None where the request wants none. ``usage``
+    tells that of the choice up to here, until its next delta is made.
     """
 
     index: int
@@ -70,7 +72,16 @@ class ChoiceDelta:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # deltas, as on the wire
     reasoning: str = ""  # what the model thought, before its answer
     embedding: bytes = b""  # of the prompt: float32, little-endian
-    usage: Usage = Usage()  # of the choice, so far
+    usage: Callable[[], Usage] = Usage
+
+
+class DeltaWriter(Protocol):
+    """Writes deltas out as they arrive, as long as it need not wait."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def write(self, delta: ChoiceDelta) -> None: ...
 
 
 @dataclass(slots=True)
@@ -88,7 +99,7 @@ class ChoiceState:
     reader: LogprobReader = field(default_factory=LogprobReader)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, index: int, delta: Delta) -> ChoiceDelta:
+    def add(self, index: int, delta: ChannelDelta) -> ChoiceDelta:
         """Take what the backend sent; returns what the caller gets for it."""
         if delta.text:
             self.text.append(delta.text)
@@ -115,7 +126,6 @@ class ChoiceState:
             usage=self.usage,
         )
 
-    @property
     def usage(self) -> Usage:
         return Usage(self.num_input_tokens, self.num_output_tokens, self.num_cached_tokens)
 
@@ -144,7 +154,7 @@ class Generation:
             for _ in range(len(request.prompts) * request.num_choices_each)
         ]
         self._streams: list[ChannelStream] = []
-        self._first: list[Delta] = []
+        self._first: list[ChannelDelta] = []
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> "Generation":
@@ -161,7 +171,7 @@ class Generation:
     def usage(self) -> Usage:
         """Of all choices; a prompt counts once."""
         each = self._request.num_choices_each
-        usages = [choice.usage for choice in self._choices]
+        usages = [choice.usage() for choice in self._choices]
         outputs = sum(usage.completion_tokens for usage in usages)
         prompts = sum(usages[::each], Usage())
         return replace(prompts, completion_tokens=outputs)
@@ -183,13 +193,26 @@ class Generation:
             tasks = [group.create_task(stream.__anext__()) for stream in self._streams]
         self._first = [task.result() for task in tasks]
 
-    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """What the choices gain, as it comes. Raises ShoalError when a stream fails."""
+    async def deltas(self, writer: DeltaWriter | None = None) -> AsyncGenerator[ChoiceDelta, None]:
+        """What the choices gain, as it comes. Raises ShoalError when a stream fails.
+
+        What is not given is what ``writer`` has got already, in its order: of a single stream all
+        but ends, while the caller waits for the next and the writer is open.
+        """
+        if writer is not None and len(self._streams) == 1:
+            self._streams[0].listen(lambda delta: self._passes(delta, writer))
         merged = self._single() if len(self._streams) == 1 else self._merged()
         async with contextlib.aclosing(merged):
             async for prompt_index, delta in merged:
                 index = prompt_index * self._request.num_choices_each + delta.index
                 yield self._choices[index].add(index, delta)
+
+    def _passes(self, delta: ChannelDelta, writer: DeltaWriter) -> bool:
+        """To a writer that can take it. An end goes with what is sent after it."""
+        if delta.finish_reason is not None or not writer.is_open:
+            return False
+        writer.write(self._choices[delta.index].add(delta.index, delta))
+        return True
 
     async def _open(self, prompt: Prompt) -> ChannelStream:
         stream = self._request.model.channel.generate(
@@ -211,16 +234,16 @@ class Generation:
         count = len(self._request.prompts)
         return {**self._request.parameters, **({"num_prompts": count} if count > 1 else {})}
 
-    async def _single(self) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def _single(self) -> AsyncGenerator[tuple[int, ChannelDelta], None]:
         yield 0, self._first[0]
         async for delta in self._streams[0]:
             yield 0, delta
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
+    async def _merged(self) -> AsyncGenerator[tuple[int, ChannelDelta], None]:
+        queue: asyncio.Queue[tuple[int, ChannelDelta] | BaseException | None]
         queue = asyncio.Queue(QUEUED_DELTAS)
 
-        async def feed(index: int, first: Delta, stream: ChannelStream) -> None:
+        async def feed(index: int, first: ChannelDelta, stream: ChannelStream) -> None:
             try:
                 await queue.put((index, first))
                 async for delta in stream:

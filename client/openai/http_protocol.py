@@ -3,7 +3,12 @@
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from shoal.client.errors import ShoalError
 from shoal.client.openai.wire import error_body
@@ -13,8 +18,34 @@ HEAD_END = b"\r\n\r\n"
 REFUSAL_HEAD = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
 
 
+BODY_WRITER = "shoal.body_writer"  # among a scope's extensions
+
+
 class TooManyHeadersError(Exception):
     pass
+
+
+class BodyWriter:
+    """Writes pieces of a body that ``send`` has begun, past all that lies around ``send``: for many
+    small ones. As with that, more may follow, and only ``send`` ends the body."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a piece can be written without waiting for the client to read."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (cycle.flow.write_paused or cycle.disconnected)
+
+    def write(self, piece: bytes) -> None:
+        """While ``is_open``; not empty, which would end the body."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
+def body_writer(scope: Scope) -> BodyWriter | None:
+    """That of a request; None where another server has it, as in tests."""
+    return scope.get("extensions", {}).get(BODY_WRITER)
 
 
 def limited_protocol(max_head_bytes: int, max_headers: int) -> type[HttpToolsProtocol]:
@@ -58,6 +89,8 @@ def limited_protocol(max_head_bytes: int, max_headers: int) -> type[HttpToolsPro
             self._in_head = False
             self._stop_timer()
             super().on_headers_complete()
+            if self.cycle is not None:
+                self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle)}  # type: ignore[typeddict-item]
 
         def on_message_complete(self) -> None:
             self._in_head = True

@@ -98,6 +98,10 @@ class Wire:
             body["usage"] = self._running_usage(choice["index"])
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
+    def _note_usage(self, delta: ChoiceDelta) -> None:
+        if self.continuous_usage:
+            self._usage_of[delta.index] = delta.usage()
+
     def _running_usage(self, index: int) -> dict[str, Any] | None:
         if not self.continuous_usage:
             return None
@@ -163,7 +167,7 @@ class ChatWire(Wire):
 
     def delta_events(self, delta: ChoiceDelta) -> bytes:
         index, entries = delta.index, delta.logprobs
-        self._usage_of[index] = delta.usage
+        self._note_usage(delta)
         events = b""
         if delta.reasoning:
             events += self._delta(index, {"reasoning_content": delta.reasoning})
@@ -222,7 +226,7 @@ class CompletionWire(Wire):
     def delta_events(self, delta: ChoiceDelta) -> bytes:
         if not delta.text and not delta.logprobs and delta.finish_reason is None:
             return b""
-        self._usage_of[delta.index] = delta.usage
+        self._note_usage(delta)
         if delta.logprobs is None and delta.finish_reason is None:
             return self.text_event(delta.index, delta.text)
         return self.event(self.choice(delta))

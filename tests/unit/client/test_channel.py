@@ -11,7 +11,7 @@ import pytest
 from fake_pieces import Piece, Request, endless
 from fake_triton import MODEL, FakeModel, FakeTriton
 
-from shoal.backend.channel_messages import ACK_EVERY
+from shoal.backend.channel_messages import ACK_EVERY, ChannelDelta
 from shoal.client import channel_stream
 from shoal.client.channel import ModelChannel
 from shoal.client.channel_stream import ChannelStream
@@ -372,3 +372,45 @@ async def test_several_choices_end_each_with_a_finish(channel: ModelChannel) -> 
         finishes += delta.finish_reason is not None
     assert finishes == 3
     assert texts == ["".join(f"c{i}w{step} " for step in range(3 + i)) for i in range(3)]
+
+
+async def test_a_listener_and_the_reader_get_all_between_them_in_order() -> None:
+    stream = ChannelStream(lambda _: None, 1, b"", num_choices=1)
+    texts: list[str] = []
+    heard: list[str] = []
+
+    def listen(delta: ChannelDelta) -> bool:
+        if delta.text.endswith("!") or delta.finish_reason is not None:
+            return False
+        heard.append(delta.text)
+        texts.append(delta.text)
+        return True
+
+    async def read_all() -> None:
+        async for delta in stream:
+            await asyncio.sleep(0)  # what comes now has to wait its turn
+            texts.append(delta.text)
+
+    stream.listen(listen)
+    reader = asyncio.create_task(read_all())
+    told = ["a", "b!", "c", "d", "e", "f!", "g", "h"]
+    for number, text in enumerate(told):
+        for _ in range(4 * (number % 4 == 0)):
+            await asyncio.sleep(0)
+        stream.take(ChannelDelta(1, text, finish_reason="stop" if text == "h" else None))
+    await reader
+    assert texts == told
+    assert heard == ["a", "e"]
+
+
+async def test_a_listener_that_fails_ends_its_stream_alone(
+    channel: ModelChannel, fake: FakeTriton
+) -> None:
+    def broken(delta: ChannelDelta) -> bool:
+        raise RuntimeError
+
+    bad, good = ask(channel, max_tokens=8), ask(channel, max_tokens=8)
+    bad.listen(broken)
+    error, text = await asyncio.gather(failure(bad), read(good))
+    assert error.status == 500
+    assert text == "".join(f"w{i} " for i in range(8))
