@@ -17,14 +17,13 @@ import msgspec
 import typer
 
 from shoal.load.compare.contenders import BITS, OURS, MissingError, checkpoint
-from shoal.load.compare.in_process import EngineLoop
-from shoal.load.compare.limits import Limits
-from shoal.load.compare.records import Journal, MachineLimits, Measured, Skipped
+from shoal.load.compare.in_process import GLANCE_EVERY_S, EngineLoop
+from shoal.load.compare.records import Journal, Measured, Skipped
 from shoal.load.compare.report import TITLES
 from shoal.load.compare.roofline import ModelShape, Peaks, best_tokens_per_s
-from shoal.load.compare.rounds import Comparison, cases_for, measure_limits, output_of
+from shoal.load.compare.rounds import Comparison, cases_for, output_of
 from shoal.load.compare.servers import leave_on_sigterm
-from shoal.load.compare.summary import Spread, peaks
+from shoal.load.compare.summary import Spread
 from shoal.load.report import markdown_table
 from shoal.load.scheduler_cost import cpu_name
 
@@ -33,7 +32,7 @@ LENGTHS = (128, 128)
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """A closed loop of the engine alone, against the limits of its round."""
+    """A closed loop of the engine alone, each step against the limits around it."""
 
     streams: int
     tokens_per_s: float
@@ -41,11 +40,16 @@ class EngineFigures:
     best: float  # tokens a second of the best order of the same work
     decode_ms: float  # median of steps that only decode, with the most streams that ever do
     decode_roofline: float  # share
+    limits: Peaks  # means over the time of the steps
 
     @classmethod
-    def of(cls, loop: EngineLoop, shape: ModelShape, bits: str, limits: Peaks) -> "EngineFigures":
+    def of(cls, loop: EngineLoop, shape: ModelShape, bits: str) -> "EngineFigures":
         """Figures of what ran. Steps with no token of a prompt count as decodes."""
-        least = [shape.step_seconds(step.runs, bits, limits) for step in loop.steps]
+        least = [shape.step_seconds(step.runs, bits, step.limits) for step in loop.steps]
+        limits = Peaks(
+            sum(step.limits.read * step.seconds for step in loop.steps) / loop.seconds,
+            sum(step.limits.product * step.seconds for step in loop.steps) / loop.seconds,
+        )
         decodes = [
             (len(step.runs), step.seconds, seconds)
             for step, seconds in zip(loop.steps, least, strict=True)
@@ -61,6 +65,7 @@ class EngineFigures:
             best=best_tokens_per_s(shape, bits, limits, loop.streams, LENGTHS),
             decode_ms=1000 * statistics.median(seconds for seconds, _ in full),
             decode_roofline=sum(best for _, best in full) / sum(took for took, _ in full),
+            limits=limits,
         )
 
 
@@ -89,24 +94,20 @@ def main(
     journal = Journal(None)
     comparison = Comparison(journal, where, port)
     engine: list[EngineFigures] = []
-    found: list[Limits] = []
     load = os.getloadavg()[0]
     for number in range(1, rounds + 1):
         comparison.run(model, (bits,), (), cases, number)
-        before = _limits(journal, number)
         loads = ",".join(f"{case.streams}:{case.requests}" for case in cases)
         command = ["-m", "shoal.load.compare.in_process", str(weights), bits, loads]
         output = output_of([sys.executable, *command], {"OMP_WAIT_POLICY": "PASSIVE"})
-        limits = highest(before, measure_limits())
-        found.append(limits)
         for loop in msgspec.json.decode(output, type=list[EngineLoop]):
-            engine.append(EngineFigures.of(loop, shape, bits, peaks(limits, bits)))
+            engine.append(EngineFigures.of(loop, shape, bits))
             print(f"  in process, {loop.streams} streams: {engine[-1].tokens_per_s:.1f} tokens/s")
     if skipped := [record for record in journal.records if isinstance(record, Skipped)]:
         sys.exit(f"error: {skipped[0].reason}")
     served = [record for record in journal.records if isinstance(record, Measured)]
     lines = [
-        *_head(found, model, bits, load),
+        *_head(rounds, model, bits, load),
         *markdown_table(_HEADER, [_row(case.streams, engine, served) for case in cases]),
     ]
     print("\n".join(lines))
@@ -119,6 +120,8 @@ _HEADER = (
     "in process, tokens/s",
     "of the roofline",
     "of the best order",
+    "memory, GB/s",
+    "products, G/s",
     "decode step, ms",
     "of its roofline",
     "served, tokens/s",
@@ -140,6 +143,8 @@ def _row(streams: int, engine: list[EngineFigures], served: list[Measured]) -> t
         _text(inside, "{:.1f}"),
         _text(Spread.of(f.tokens_per_s / f.roofline for f in alone), "{:.0%}"),
         _text(Spread.of(f.tokens_per_s / f.best for f in alone), "{:.0%}"),
+        _text(Spread.of(f.limits.read / 1e9 for f in alone), "{:.1f}"),
+        _text(Spread.of(f.limits.product / 1e9 for f in alone), "{:.0f}"),
         _text(Spread.of(f.decode_ms for f in alone), "{:.2f}"),
         _text(Spread.of(f.decode_roofline for f in alone), "{:.0%}"),
         _text(outside, "{:.1f}"),
@@ -151,53 +156,30 @@ def _text(spread: Spread, form: str) -> str:
     return f"{form.format(spread.median)} ({form.format(spread.low)}–{form.format(spread.high)})"
 
 
-def _head(found: list[Limits], model: str, bits: str, load: float) -> list[str]:
-    ranges = (
-        ("memory is read at", [one.read_gb for one in found], "GB/s"),
-        ("bf16 matrices are multiplied at", [one.bf16_gflop for one in found], "GFLOP/s"),
-        ("int8 ones at", [one.int8_gop for one in found], "GOP/s"),
-    )
-    limits = ", ".join(
-        f"{what} {min(values):.1f} to {max(values):.1f} {unit}" for what, values, unit in ranges
-    )
+def _head(rounds: int, model: str, bits: str, load: float) -> list[str]:
     return [
         "# The engine against the machine's limits",
         "",
         "`python -m shoal.load.engine_roofline --report FILE` makes this page. "
         f"{TITLES.get(model, model)}, {bits}, 128 tokens in, 128 out, greedy, a closed loop; "
-        f"medians and ranges of {len(found)} rounds in which the engine alone and the whole server "
+        f"medians and ranges of {rounds} rounds in which the engine alone and the whole server "
         f"take turns. {cpu_name()}; the load average was {load:.1f} at the start.",
         "",
-        "Limits, by torch on all cores, in each round before the server and after the engine, of "
-        f"which the higher counts: {limits}.",
+        f"Limits: reading memory and multiplying matrices of {bits}, by torch on all cores, looked "
+        f"at between the engine's steps every {GLANCE_EVERY_S:g} s, as they change within seconds "
+        "where cores are virtual. Of the looks before and after a step the higher counts, of each "
+        "limit; the table has the means over a run.",
         "",
         "The roofline of a step is max(bytes / memory read, operations / product): each weight "
         "once, keys and values read and written; two operations for each weight and token, four "
         "for each element of a query and key pair. That of a run is the sum over the steps as "
         "they were composed; the best order has all prompts in one step and then one step a "
         "token. The fraction is the roofline's time by the time that the steps took, from one "
-        "step's end to the next one's, scheduling and sampling in it; each round's against its "
-        "own limits. A decode step has one token of every stream, or of as many as ever decode "
+        "step's end to the next one's, scheduling and sampling in it; each step's against "
+        "its own limits. A decode step has one token of every stream, or of as many as ever decode "
         "alone, and nothing else. What the path takes is 1 − served / in process.",
         "",
     ]
-
-
-def highest(one: Limits, other: Limits) -> Limits:
-    """Of each limit the higher, as a busy moment can only lower one."""
-    return Limits(
-        max(one.read_gb, other.read_gb),
-        max(one.bf16_gflop, other.bf16_gflop),
-        max(one.int8_gop, other.int8_gop),
-    )
-
-
-def _limits(journal: Journal, number: int) -> Limits:
-    return next(
-        record.limits
-        for record in journal.records
-        if isinstance(record, MachineLimits) and record.round == number
-    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python -m shoal.load.compare.in_process CHECKPOINT BITS 1:4,8:16,32:64
 
 For each ``streams:requests``; prints one JSON list. A request that ends is replaced before the next
-step, so the engine always has ``streams`` sequences until none is left to begin.
+step, so the engine always has ``streams`` sequences until none is left to begin. Every quarter of a
+second the engine waits while the machine's limits are looked at.
 """
 
 import sys
@@ -19,19 +20,22 @@ from shoal.backend.engine_config import EngineConfig
 from shoal.backend.grammar_gate import GrammarGate
 from shoal.backend.messages import AddSequence
 from shoal.backend.step_log import StepRecord
+from shoal.load.compare.limits import Glances
 from shoal.load.compare.prompts import RandomWords
-from shoal.load.compare.roofline import Run
+from shoal.load.compare.roofline import Peaks, Run
 from shoal.scheduler.sampling_params import SamplingParams
 
 LENGTHS = (128, 128)  # tokens of prompt and answer
 WARM_UP = 8
+GLANCE_EVERY_S = 0.25
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One step: how long until the next could begin, and what it ran."""
+    """One step: how long until the next could begin, what it ran, and the machine's limits then."""
 
     seconds: float
     runs: list[Run]
+    limits: Peaks
 
 
 class EngineLoop(msgspec.Struct, frozen=True):
@@ -49,8 +53,9 @@ class EngineLoop(msgspec.Struct, frozen=True):
 class EngineClient:
     """Feeds an engine; ``log`` is the step log that it writes."""
 
-    def __init__(self, engine: GrammarGate, log: Path) -> None:
+    def __init__(self, engine: GrammarGate, log: Path, glances: Glances) -> None:
         self._engine = engine
+        self._glances = glances
         self._log = log.open("rb")
         self._decoder = msgspec.json.Decoder(StepRecord)
         self._next_id = 1
@@ -59,8 +64,10 @@ class EngineClient:
         """All prompts, ``streams`` at a time."""
         waiting = iter(prompts)
         seconds: list[float] = []
+        limits: list[Peaks] = []  # of each step
+        glance = self._glances.take()
         live = self._add(waiting, streams, num_outputs)
-        began = time.perf_counter()
+        began = first = time.perf_counter()
         while live:
             outputs = self._engine.step()
             ended = sum(output.finish_reason is not None for output in outputs)
@@ -68,9 +75,13 @@ class EngineClient:
             now = time.perf_counter()
             seconds.append(now - began)
             began = now
+            if now - first > GLANCE_EVERY_S or not live:
+                earlier, glance = glance, self._glances.take()
+                limits += [higher(earlier, glance)] * (len(seconds) - len(limits))
+                began = first = time.perf_counter()
         steps = [
-            Step(spent, [Run(s.num_tokens, s.num_computed, s.samples) for s in record.seqs])
-            for spent, record in zip(seconds, self._take_log(), strict=True)
+            Step(spent, [Run(s.num_tokens, s.num_computed, s.samples) for s in record.seqs], limit)
+            for spent, record, limit in zip(seconds, self._take_log(), limits, strict=True)
         ]
         return EngineLoop(streams, len(prompts) * num_outputs, steps)
 
@@ -88,6 +99,11 @@ class EngineClient:
         return [self._decoder.decode(line) for line in self._log]
 
 
+def higher(one: Peaks, other: Peaks) -> Peaks:
+    """Of each limit the higher, as a busy moment can only lower one."""
+    return Peaks(max(one.read, other.read), max(one.product, other.product))
+
+
 def measure(weights: Path, bits: str, loads: Sequence[tuple[int, int]]) -> list[EngineLoop]:
     """``loads``: streams and requests of each closed loop."""
     with tempfile.TemporaryDirectory(prefix="shoal-engine-") as folder:
@@ -99,7 +115,7 @@ def measure(weights: Path, bits: str, loads: Sequence[tuple[int, int]]) -> list[
             step_log=str(log),
         )
         engine, _ = build_engine(config, lambda phase, done, total: None)
-        client = EngineClient(engine, log)
+        client = EngineClient(engine, log, Glances(bits))
         results = []
         for streams, requests in loads:
             words = RandomWords(weights, streams)

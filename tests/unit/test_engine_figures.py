@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shoal.load.compare.in_process import EngineLoop, Step
+from shoal.load.compare.in_process import EngineLoop, Step, higher
 from shoal.load.compare.roofline import ModelShape, Peaks, Run
 from shoal.load.engine_roofline import EngineFigures
 from shoal.load.memory import Peak, bound, high_water, role_of, served_weights
@@ -21,21 +21,34 @@ SHAPE = ModelShape(
     windows=(None, None),
 )
 PEAKS = Peaks(1e6, 1e6)
+FASTER = Peaks(2e6, 4e6)
 
 
 class TestEngineFigures:
     def test_decodes_with_all_streams_are_told_apart(self) -> None:
-        prefill = Step(0.5, [Run(128, 0), Run(128, 0)])
-        mixed = Step(0.3, [Run(1, 128), Run(64, 0, samples=False)])
-        partial = Step(0.2, [Run(1, 130)])
-        decodes = [Step(0.02, [Run(1, 129), Run(1, 129)]), Step(0.04, [Run(1, 130), Run(1, 130)])]
+        prefill = Step(0.5, [Run(128, 0), Run(128, 0)], PEAKS)
+        mixed = Step(0.3, [Run(1, 128), Run(64, 0, samples=False)], PEAKS)
+        partial = Step(0.2, [Run(1, 130)], PEAKS)
+        decodes = [
+            Step(0.02, [Run(1, 129), Run(1, 129)], PEAKS),
+            Step(0.04, [Run(1, 130), Run(1, 130)], FASTER),
+        ]
         loop = EngineLoop(2, 50, [prefill, mixed, *decodes, partial])
-        figures = EngineFigures.of(loop, SHAPE, "bf16", PEAKS)
+        figures = EngineFigures.of(loop, SHAPE, "bf16")
         assert figures.tokens_per_s == pytest.approx(50 / 1.06)
         assert figures.decode_ms == pytest.approx(30.0)
-        least = [SHAPE.step_seconds(step.runs, "bf16", PEAKS) for step in loop.steps]
+        least = [SHAPE.step_seconds(step.runs, "bf16", step.limits) for step in loop.steps]
+        assert least[3] < SHAPE.step_seconds(decodes[1].runs, "bf16", PEAKS)
         assert figures.roofline == pytest.approx(50 / sum(least))
         assert figures.decode_roofline == pytest.approx(sum(least[2:4]) / 0.06)
+
+    def test_limits_are_means_over_the_time(self) -> None:
+        steps = [Step(0.3, [Run(1, 5)], PEAKS), Step(0.1, [Run(1, 6)], FASTER)]
+        limits = EngineFigures.of(EngineLoop(1, 2, steps), SHAPE, "bf16").limits
+        assert (limits.read, limits.product) == pytest.approx((1.25e6, 1.75e6))
+
+    def test_of_two_looks_the_higher_counts(self) -> None:
+        assert higher(Peaks(1.0, 4.0), Peaks(3.0, 2.0)) == Peaks(3.0, 4.0)
 
 
 class TestMemory:
