@@ -15,6 +15,8 @@
 
 namespace shoal {
 
+constexpr int32_t kInt4Factor = -1;  // of a group's sum in its offset: times the zero point
+
 inline int64_t num_groups(int64_t k, int64_t group) { return (k + group - 1) / group; }
 
 // States that share a scale: they lie within one group of the weights, which is of whole eights.
@@ -49,8 +51,7 @@ template <class T>
 void prepare_int4(const T* in, const int64_t* columns, int64_t k, int64_t group, char* out) {
   int8_t* values = reinterpret_cast<int8_t*>(out);
   char* tail = out + int4_row_bytes(k, group) - int4_tail_bytes(k, group);
-  constexpr int32_t kFactor = -1;  // times the zero point
-  quantize_row(in, columns, k, int4_state_group(k, group), kFactor, values, tail);
+  quantize_row(in, columns, k, int4_state_group(k, group), kInt4Factor, values, tail);
   for (int64_t i = k; i < round_up(k, 8); i++) values[i] = 0;
 }
 

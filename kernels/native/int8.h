@@ -8,6 +8,8 @@
 
 namespace shoal {
 
+constexpr int32_t kInt8Factor = -128;  // of a group's sum in its offset
+
 inline int64_t state_groups(int64_t k) { return (k + kStateGroup - 1) / kStateGroup; }
 inline int64_t int8_panel_bytes(int64_t k) { return round_up(k, 4) * kPanel + 4 * kPanel; }
 inline int64_t int8_tail_bytes(int64_t k) { return state_groups(k) * int64_t(sizeof(StateGroup)); }
@@ -19,7 +21,7 @@ template <class T>
 void prepare_int8(const T* in, int64_t k, char* out) {
   int8_t* values = reinterpret_cast<int8_t*>(out);
   char* tail = out + int8_row_bytes(k) - int8_tail_bytes(k);
-  quantize_row(in, nullptr, k, kStateGroup, -128, values, tail);
+  quantize_row(in, nullptr, k, kStateGroup, kInt8Factor, values, tail);
   for (int64_t i = k; i < round_up(k, 4); i++) values[i] = 0;
 }
 

@@ -124,6 +124,23 @@ inline IntVec quad_multiply_add(IntVec weights, IntVec states, IntVec acc) {
 #endif
 }
 
+// Where groups of states lie, their bytes and StateGroups: of one row, or one of each of many rows.
+template <class T>
+struct GroupsAt {
+  const T* in;
+  int64_t in_stride;  // elements
+  int8_t* out;
+  int64_t out_stride;
+  char* tail;
+  int64_t tail_stride;
+
+  void skip(int64_t count) {
+    in += count * in_stride;
+    out += count * out_stride;
+    tail += count * tail_stride;
+  }
+};
+
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 
 // Lane i of the result is what `combine` makes of four lanes of each of parts[i]'s four quarters.
@@ -141,8 +158,8 @@ inline __m128i combine_lanes(const __m512i (&parts)[4], Combine combine) {
 // kCount (up to four) groups of kWidth neighbouring states, as quantize_states to the bit. They go
 // side by side: each alone would wait for its largest magnitude, and one tree finds those of all.
 template <int kCount, int kWidth>
-__attribute__((always_inline)) inline void quantize_groups(const BFloat16* in, int32_t factor,
-                                                           int8_t* out, StateGroup* groups) {
+__attribute__((always_inline)) inline void quantize_groups(GroupsAt<BFloat16> at,
+                                                           int32_t factor) {
   constexpr int kParts = kWidth / 64;
   const __m512i high_halves = _mm512_set1_epi32(int32_t(0xffff0000u));
   __m512i most[4] = {}, sums[4] = {};
@@ -150,7 +167,7 @@ __attribute__((always_inline)) inline void quantize_groups(const BFloat16* in, i
   for (int group = 0; group < kCount; group++)
 #pragma GCC unroll 4
     for (int part = 0; part < 2 * kParts; part++) {
-      const __m512i both = _mm512_loadu_si512(in + group * kWidth + part * 32);
+      const __m512i both = _mm512_loadu_si512(at.in + group * at.in_stride + part * 32);
       const __m512i magnitudes = _mm512_and_si512(both, _mm512_set1_epi16(0x7fff));
       most[group] = part ? _mm512_max_epu16(most[group], magnitudes) : magnitudes;
     }
@@ -174,19 +191,19 @@ __attribute__((always_inline)) inline void quantize_groups(const BFloat16* in, i
         _mm512_permutexvar_ps(_mm512_set1_epi32(group), _mm512_castps128_ps512(inverse));
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; part++) {
-      const int64_t first = group * kWidth + part * 64;
+      const BFloat16* in = at.in + group * at.in_stride + part * 64;
       const auto words = [&](const BFloat16* source) {  // in each quarter four even ones, four odd
         const __m512i both = _mm512_loadu_si512(source);
         return _mm512_packs_epi32(steps(_mm512_slli_epi32(both, 16), times),
                                   steps(_mm512_and_si512(both, high_halves), times));
       };
-      const __m512i mixed = _mm512_packs_epi16(words(in + first), words(in + first + 32));
+      const __m512i mixed = _mm512_packs_epi16(words(in), words(in + 32));
       const __m512i quarters = _mm512_shuffle_epi8(
           mixed, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14,
                                                       11, 15)));
       const __m512i bytes = _mm512_permutexvar_epi64(
           _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), quarters);
-      _mm512_storeu_si512(out + first, bytes);
+      _mm512_storeu_si512(at.out + group * at.out_stride + part * 64, bytes);
       const IntVec ones = IntVec{} + 0x01010101;
       sums[group] = (__m512i)quad_multiply_add(ones, (IntVec)bytes, (IntVec)sums[group]);
     }
@@ -194,66 +211,75 @@ __attribute__((always_inline)) inline void quantize_groups(const BFloat16* in, i
   const __m128i sum =
       combine_lanes(sums, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
   const __m128i offset = _mm_mullo_epi32(sum, _mm_set1_epi32(factor));
-  const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi32(_mm_castps_si128(scale), offset),
-                                        _mm_unpacklo_epi32(_mm_castps_si128(scale), offset));
-  _mm256_mask_storeu_epi64(groups, (1 << kCount) - 1, both);
-  if (finite == 15) return;
+  const __m128i pairs_of[2] = {_mm_unpacklo_epi32(_mm_castps_si128(scale), offset),
+                               _mm_unpackhi_epi32(_mm_castps_si128(scale), offset)};
+#pragma GCC unroll 4
   for (int group = 0; group < kCount; group++) {
-    if (finite >> group & 1) continue;
-    groups[group].offset = 0;
-    std::memset(out + group * kWidth, 0, kWidth);
+    char* tail = at.tail + group * at.tail_stride;
+    if (group % 2)
+      _mm_storeh_pd(reinterpret_cast<double*>(tail), _mm_castsi128_pd(pairs_of[group / 2]));
+    else
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(tail), pairs_of[group / 2]);
+  }
+  if (__builtin_expect(finite == 15, true)) return;
+  for (int group = 0; group < kCount; group++) {
+    if (finite >> group & 1) continue;  // else its steps are 0, as is their sum
+    std::memset(at.out + group * at.out_stride, 0, kWidth);
+    std::memset(at.tail + group * at.tail_stride + offsetof(StateGroup, offset), 0, sizeof(int32_t));
   }
 }
 
 template <int kWidth>
-void quantize_all(const BFloat16* in, int64_t num_groups, int32_t factor, int8_t* out,
-                  StateGroup* groups) {
+void quantize_fours(const GroupsAt<BFloat16>& groups, int64_t num_groups, int32_t factor) {
+  GroupsAt<BFloat16> at = groups;  // of its own, so that no store can change it
   const int64_t num_parts = (num_groups + 3) / 4;
-  for (int64_t part = 0, begin = 0, end; part < num_parts; part++, begin = end) {
-    end = num_groups * (part + 1) / num_parts;
-    const BFloat16* source = in + begin * kWidth;
-    int8_t* target = out + begin * kWidth;
-    switch (end - begin) {
-      case 1: quantize_groups<1, kWidth>(source, factor, target, groups + begin); break;
-      case 2: quantize_groups<2, kWidth>(source, factor, target, groups + begin); break;
-      case 3: quantize_groups<3, kWidth>(source, factor, target, groups + begin); break;
-      default: quantize_groups<4, kWidth>(source, factor, target, groups + begin);
+  for (int64_t part = 0; part < num_parts; part++) {
+    const int64_t count = num_groups * (part + 1) / num_parts - num_groups * part / num_parts;
+    switch (count) {
+      case 1: quantize_groups<1, kWidth>(at, factor); break;
+      case 2: quantize_groups<2, kWidth>(at, factor); break;
+      case 3: quantize_groups<3, kWidth>(at, factor); break;
+      default: quantize_groups<4, kWidth>(at, factor);
     }
+    at.skip(count);
   }
 }
 
 #endif
 
-// As many of a row's first groups of `width` states as are quantised many at once; returns their
-// number.
-inline int64_t quantize_whole_groups(const float*, int64_t, int64_t, int32_t, int8_t*, char*) {
-  return 0;
-}
-
-inline int64_t quantize_whole_groups(const BFloat16* in, int64_t num_groups, int64_t width,
-                                     int32_t factor, int8_t* out, char* tail) {
+// Groups of `width` states, at most kStateGroup; their offsets are their sums times `factor`.
+template <class T>
+void quantize_all(const GroupsAt<T>& groups, int64_t num_groups, int64_t width, int32_t factor) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-  StateGroup* groups = reinterpret_cast<StateGroup*>(tail);
-  switch (width) {
-    case 64: quantize_all<64>(in, num_groups, factor, out, groups); return num_groups;
-    case 128: quantize_all<128>(in, num_groups, factor, out, groups); return num_groups;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (width == 64) return quantize_fours<64>(groups, num_groups, factor);
+    if (width == 128) return quantize_fours<128>(groups, num_groups, factor);
   }
 #endif
-  return 0;
+  GroupsAt<T> at = groups;
+  for (; num_groups > 0; num_groups--, at.skip(1)) {
+    StateGroup group = quantize_states(at.in, nullptr, width, at.out);
+    group.offset *= factor;
+    std::memcpy(at.tail, &group, sizeof group);
+  }
 }
 
-// A row's k states in groups of `width`, at most kStateGroup: as many bytes to `out`, and a
-// StateGroup each to `tail`, its offset the group's sum times `factor`.
+// A row's k states in groups of `width`: as many bytes to `out`, and a StateGroup each to `tail`.
 template <class T>
 void quantize_row(const T* in, const int64_t* columns, int64_t k, int64_t width, int32_t factor,
                   int8_t* out, char* tail) {
-  int64_t group = columns ? 0 : quantize_whole_groups(in, k / width, width, factor, out, tail);
-  for (int64_t first = group * width; first < k; first += width, group++) {
-    const int64_t count = std::min(width, k - first);
-    StateGroup states = columns ? quantize_states(in, columns + first, count, out + first)
-                                : quantize_states(in + first, nullptr, count, out + first);
-    states.offset *= factor;
-    std::memcpy(tail + group * sizeof states, &states, sizeof states);
+  GroupsAt<T> at{in, width, out, width, tail, sizeof(StateGroup)};
+  if (!columns) {
+    const int64_t num_whole = k / width, rest = k - num_whole * width;
+    quantize_all(at, num_whole, width, factor);
+    if (!rest) return;
+    at.skip(num_whole);
+    return quantize_all(at, 1, rest, factor);
+  }
+  for (int64_t first = 0; first < k; first += width, at.skip(1)) {
+    StateGroup group = quantize_states(in, columns + first, std::min(width, k - first), at.out);
+    group.offset *= factor;
+    std::memcpy(at.tail, &group, sizeof group);
   }
 }
 

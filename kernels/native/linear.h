@@ -239,13 +239,21 @@ inline bool hardware_reads_ahead(int64_t num_rows, int64_t panel_bytes) {
   return num_rows <= 4 || (num_rows <= kTileRows && panel_bytes >= 64 * 1024);
 }
 
-// then: what the thread reads after its last panel.
-template <class T>
+// Blocks of rows, whose states stay in the second-level cache.
+inline int64_t blocks_of(int64_t num_rows) { return tiles_of(num_rows, 16 * kTileRows); }
+
+struct NothingMore {
+  void operator()(int64_t, int64_t, int64_t, int64_t) const {}
+};
+
+// then: what the thread reads after its last panel. done(block, panel, first, count): what it does
+// with rows [first, first + count), one of the blocks of rows, when it has a panel's columns of them.
+template <class T, class Done = NothingMore>
 void linear(Team& team, int64_t operation, const Linear& op, Epilogue epilogue, const char* a,
-            int64_t num_rows, void* out, int64_t out_width, const Soon& then = {}) {
-  constexpr int64_t block_rows = 16 * kTileRows;  // whose states stay in the second-level cache
+            int64_t num_rows, void* out, int64_t out_width, const Soon& then = {},
+            const Done& done = {}) {
   const int64_t panels = num_panels<T>(op), bytes = panel_bytes<T>(op.format, op.k, op.group);
-  const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
+  const int64_t num_blocks = blocks_of(num_rows);
   const bool streams = op.format == Format::kDense && hardware_reads_ahead(num_rows, bytes);
   team.share(operation, panels * num_blocks, 1, [&](int64_t task, int64_t next) {
     const int64_t block = task / panels;
@@ -256,6 +264,7 @@ void linear(Team& team, int64_t operation, const Linear& op, Epilogue epilogue, 
                       : streams ? Soon{}
                                 : Soon{weight + next % panels * bytes, bytes, then.pieces};
     linear_panel<T>(op, epilogue, task % panels, a, first, count, out, out_width, soon);
+    done(block, task % panels, first, count);
   });
 }
 

@@ -187,6 +187,11 @@ class Plan : public PlanBase {
  private:
   void reserve(int64_t num_rows) {
     if (num_rows <= num_rows_) return;
+    int64_t num_groups = 0;
+    for (size_t i = 1; i < ops_.size(); i++)
+      if (follows_with_groups(i - 1))
+        num_groups = std::max(num_groups, num_state_groups(ops_[i]));
+    panels_done_.reset(new PanelCount[blocks_of(num_rows) * num_groups]);
     for (size_t i = 0; i < shapes_.size(); i++)
       buffers_[i].resize(num_rows * shapes_[i].width * shapes_[i].element_size + 64 + kLine);
     num_rows_ = num_rows;
@@ -261,6 +266,35 @@ class Plan : public PlanBase {
     const PlanOp& next = ops_[number + 1];
     return OpKind(next.kind) == OpKind::kPrepare && next.in == ops_[number].out &&
            next.packed == (kind == OpKind::kSelectNorm);
+  }
+
+  // Whether operation `number`, a gated product, also does the next one: whoever has the last columns
+  // of a group of states prepares it, while they are in the core's caches.
+  bool follows_with_groups(int64_t number) const {
+    const PlanOp& op = ops_[number];
+    if (OpKind(op.kind) != OpKind::kLinear || !is_gated(Epilogue(op.epilogue))) return false;
+    if (number + 1 == int64_t(ops_.size())) return false;
+    const PlanOp& next = ops_[number + 1];
+    if (OpKind(next.kind) != OpKind::kPrepare || next.in != op.out) return false;
+    if (next.out == op.in) return false;  // rows that others are still reading
+    if (next.packed || next.columns || 2 * next.k > op.n) return false;
+    const int64_t width = state_group(Format(next.format), next.k, next.group);
+    return width % kHalfPanel == 0 && next.k % width == 0;
+  }
+
+  static int64_t num_state_groups(const PlanOp& op) {
+    return op.k / state_group(Format(op.format), op.k, op.group);
+  }
+
+  // For an operation that prepares: the group of states that a panel of a gated product is part of,
+  // if it was the last of them.
+  void prepare_group_of(const PlanOp& op, int64_t block, int64_t panel, int64_t first,
+                        int64_t count) {
+    const int64_t groups = num_state_groups(op), panels = op.k / groups / kHalfPanel;
+    const int64_t group = panel / panels;
+    if (group >= groups || !panels_done_[block * groups + group].is_last(panels)) return;
+    prepare_group<T>(Format(op.format), row<T>(op.in, first), shapes_[op.in].width, op.k, op.group,
+                     group, count, row<char>(op.out, first));
   }
 
   void prepare(const PlanOp& op, int64_t i) {
@@ -396,10 +430,21 @@ class Plan : public PlanBase {
         });
         break;
       }
-      case OpKind::kLinear:
-        linear<T>(team, turn, product(op), Epilogue(op.epilogue), row<char>(op.in, 0), num_rows,
-                  row<char>(op.out, 0), shapes_[op.out].width, after(team, number, scratch));
+      case OpKind::kLinear: {
+        const auto multiply = [&](const auto& done) {
+          linear<T>(team, turn, product(op), Epilogue(op.epilogue), row<char>(op.in, 0), num_rows,
+                    row<char>(op.out, 0), shapes_[op.out].width, after(team, number, scratch),
+                    done);
+        };
+        if (!follows_with_groups(number)) {
+          multiply(NothingMore{});
+          break;
+        }
+        multiply([&](int64_t block, int64_t panel, int64_t first, int64_t count) {
+          prepare_group_of(ops_[number + 1], block, panel, first, count);
+        });
         break;
+      }
       case OpKind::kKeepStates:
         if (!step.hidden_states) break;
         each_row(step.num_samples, [&](int64_t i) {
@@ -445,7 +490,7 @@ class Plan : public PlanBase {
                   after(team, number, scratch));
         break;
       case OpKind::kPrepare:
-        if (number && follows_with_rows(number - 1)) break;
+        if (number && (follows_with_rows(number - 1) || follows_with_groups(number - 1))) break;
         each_row(op.packed ? step.num_samples : num_rows, [&](int64_t i) { prepare(op, i); });
         break;
       case OpKind::kRotateAndWrite: {
@@ -492,6 +537,17 @@ class Plan : public PlanBase {
         step.tokens[i] = greedy_rows_[i].likeliest.result();
   }
 
+  struct alignas(64) PanelCount {
+    std::atomic<int64_t> count{0};
+
+    // Of `panels`; then it begins anew.
+    bool is_last(int64_t panels) {
+      if (count.fetch_add(1, std::memory_order_acq_rel) + 1 < panels) return false;
+      count.store(0, std::memory_order_relaxed);
+      return true;
+    }
+  };
+
   struct Layout {
     int64_t group;
     bool masses, samples_only;
@@ -514,6 +570,7 @@ class Plan : public PlanBase {
   // By sparse layer: a thread that lags behind reads its layer's sizes when others are further on.
   std::vector<ExpertRows> experts_;
   ScreenedRows screened_;
+  std::unique_ptr<PanelCount[]> panels_done_;  // by block of rows and group of states
   std::deque<GreedyRow> greedy_rows_;  // of the sampled rows, or more
   int64_t first_select_ = 0;  // the number of operations if there is none
   int64_t num_rows_ = 0;

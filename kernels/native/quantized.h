@@ -67,6 +67,24 @@ void prepare_row(Format format, const T* in, const int64_t* columns, int64_t k, 
     prepare_int4(in, columns, k, group, out);
 }
 
+// States of a prepared row that share a scale, at most.
+inline int64_t state_group(Format format, int64_t k, int64_t group) {
+  return is_int4(format) ? int4_state_group(k, group) : kStateGroup;
+}
+
+// One whole group of neighbouring states of `num_rows` rows, as prepare_row does with all of a row.
+template <class T>
+void prepare_group(Format format, const T* in, int64_t in_width, int64_t k, int64_t group,
+                   int64_t number, int64_t num_rows, char* out) {
+  const bool is_4_bits = is_int4(format);
+  const int64_t width = state_group(format, k, group), bytes = row_bytes<T>(format, k, group);
+  const int64_t tail_bytes = is_4_bits ? int4_tail_bytes(k, group) : int8_tail_bytes(k);
+  char* tail = out + bytes - tail_bytes + number * sizeof(StateGroup);
+  const GroupsAt<T> at{in + number * width, in_width, reinterpret_cast<int8_t*>(out) + number * width,
+                       bytes, tail, bytes};
+  quantize_all(at, num_rows, width, is_4_bits ? kInt4Factor : kInt8Factor);
+}
+
 // Rows of a tile at most.
 inline int tile_rows(Format format) {
   return has_prepared_rows(format) ? kStateRows : kTileRows;

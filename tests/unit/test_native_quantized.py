@@ -13,7 +13,14 @@ from shoal.backend.models.native_decoder import NativeDecoder
 from shoal.backend.quantization.schemes import SCHEMES, quantize_int4
 from shoal.backend.weights.loader import load_model
 from shoal.kernels.linear import linear
-from shoal.kernels.native_library import Epilogue, NativeLibrary, PackedFormat, load_native
+from shoal.kernels.native_library import (
+    Epilogue,
+    NativeLibrary,
+    PackedFormat,
+    load_native,
+    pointer,
+)
+from shoal.kernels.native_plan import PlanBuilder, StepArguments
 from shoal.kernels.quantized_panels import pack_panels
 from shoal.kernels.quantized_weights import QuantizedWeight
 
@@ -235,6 +242,41 @@ def test_gated(native: NativeLibrary, dtype: torch.dtype, kind: str, inner: int)
     parts = [native.linear(states, native.pack_linear(weight)) for weight in (gate, up)]
     expected = functional.silu(parts[0]) * parts[1]
     torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("inner", [256, 200])
+def test_rows_prepared_by_the_product_before(
+    native: NativeLibrary, dtype: torch.dtype, kind: str, inner: int
+) -> None:
+    """What a gated product gives is prepared group by group where groups are whole; the next
+    product is then that of the same rows prepared each by itself."""
+    size = 96
+    gate, up = (SCHEMES[kind](normal(inner, size, seed=i), dtype) for i in (1, 2))
+    gate_up = native.pack_gated(gate, up)
+    down = native.pack_linear(SCHEMES[kind](normal(size, inner, seed=3), dtype))
+    builder = PlanBuilder(native, dtype)
+    states, gated, out = builder.buffer(size), builder.buffer(inner), builder.buffer(size)
+    sums = builder.buffer(size, torch.float32)
+    builder.take_states(states)
+    builder.linear(states, gate_up, gated, Epilogue.SILU_MUL)
+    builder.linear(gated, down, sums)
+    builder.round(sums, out)
+    builder.keep_states(out)
+    plan = builder.build()
+    for rows in (1, 5, 90, 200):
+        kept = normal(rows, size, seed=rows).to(dtype).float()
+        between = native.linear(kept.to(dtype), gate_up, Epilogue.SILU_MUL, out_features=inner)
+        expected = native.linear(between, down).to(dtype).float()
+        plan.run(
+            StepArguments(
+                num_tokens=rows,
+                num_samples=rows,
+                num_threads=2,
+                hidden_states=pointer(kept, torch.float32),
+            )
+        )
+        assert torch.equal(kept, expected)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
