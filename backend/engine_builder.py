@@ -77,7 +77,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[GrammarGate,
         vision = _load_vision(config, loaded, native, dtype, device)
     images = ImageStore(vision) if vision is not None else None
     progress("kv cache", 0, 0)
-    size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device)
+    reads_panels = native is not None and native.has_bf16 and dtype == torch.bfloat16
+    size, kv_cache = _make_kv_cache(config, loaded.config, dtype, device, reads_panels)
     progress("first step", 0, 0)
     probe = ModelRunner(model, kv_cache, device)
     _run_first_step(probe, len(size.cache_blocks))
@@ -257,7 +258,11 @@ def _load_vision(
 
 
 def _make_kv_cache(
-    config: EngineConfig, model: ServedConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: ServedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    key_panels: bool,
 ) -> tuple[KVSize, PagedKVCache]:
     layout = model.kv_layout
     stored = choose_kv_dtype(config.kv_dtype, dtype)
@@ -268,7 +273,8 @@ def _make_kv_cache(
         available_memory(device),
         layout.windows,
     )
-    return size, PagedKVCache(layout, size.cache_blocks, config.block_size, stored, device)
+    cache = PagedKVCache(layout, size.cache_blocks, config.block_size, stored, device, key_panels)
+    return size, cache
 
 
 def _make_scheduler(

@@ -8,7 +8,7 @@ import torch
 
 from shoal.backend.kv_layout import KVLayout
 from shoal.kernels.huge_pages import Arena
-from shoal.kernels.layer_cache import LayerCache, as_copyable, scale_bytes
+from shoal.kernels.layer_cache import LayerCache, as_copyable, as_panels, fit_panels, scale_bytes
 from shoal.scheduler.transfers import DeviceCopy
 
 
@@ -29,6 +29,9 @@ class PagedKVCache:
 
     A group of layers has ``num_blocks[group]`` blocks. All memory is touched at once, so that a
     machine that is too small fails at start-up.
+
+    With ``key_panels`` keys lie in panels, as the native kernels read them, wherever they fit; what
+    fits is the same for all layers.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class PagedKVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        key_panels: bool = False,
     ) -> None:
         assert len(num_blocks) == len(layout.groups)
         self.layout = layout
@@ -55,10 +59,9 @@ class PagedKVCache:
             if scale_bytes(dtype):
                 self._scales[idx] = torch.zeros(shape, device=device)
         # Views, made once.
-        self._layers = [
-            LayerCache(*self._storage[source], *self._scales.get(source, ()))
-            for source in layout.source_of
-        ]
+        head_dims = (layer.head_dim for layer in layout.layers)
+        self.keys_in_panels = key_panels and fit_panels(dtype, block_size, head_dims)
+        self._layers = [self._view(source) for source in layout.source_of]
 
     @property
     def device(self) -> torch.device:
@@ -91,12 +94,18 @@ class PagedKVCache:
         return self._layers[layer_idx]
 
     def keys(self, layer_idx: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim], as stored."""
+        """[num_blocks, block_size, num_kv_heads, head_dim], or panels, as stored."""
         return self._layers[layer_idx].keys
 
     def values(self, layer_idx: int) -> torch.Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim], as stored."""
         return self._layers[layer_idx].values
+
+    def _view(self, layer_idx: int) -> LayerCache:
+        keys, values = self._storage[layer_idx]
+        if self.keys_in_panels:
+            keys = as_panels(keys)
+        return LayerCache(keys, values, *self._scales.get(layer_idx, ()))
 
     def block_parts(self, group: int) -> tuple[torch.Tensor, ...]:
         """All tensors in which a block of the group has its part; the block is dimension 1.

@@ -8,7 +8,7 @@ import torch
 
 from shoal.backend.models.any_config import ServedConfig
 
-FORMAT = b"1"
+FORMAT = b"2"
 SAMPLE_BYTES = 2**20  # of each end of a weight file
 
 
@@ -17,6 +17,7 @@ def kv_fingerprint(
     model: ServedConfig,
     block_size: int,
     dtype: torch.dtype,
+    keys_in_panels: bool,
     settings: str,
 ) -> bytes:
     """32 bytes that differ when the weights, the model, the layout of a block or ``settings`` do.
@@ -25,7 +26,8 @@ def kv_fingerprint(
     many gigabytes at each start would cost more than the cache saves. A changed file's time is new.
     """
     digest = sha256(FORMAT)
-    for part in (repr(model), repr(model.kv_layout), str(block_size), str(dtype), settings):
+    block = f"{block_size} {dtype}{' panels' if keys_in_panels else ''}"
+    for part in (repr(model), repr(model.kv_layout), block, settings):
         digest.update(sha256(part.encode()).digest())
     files = [weights] if weights.is_file() else sorted(p for p in weights.iterdir() if p.is_file())
     for path in files:

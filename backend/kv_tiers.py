@@ -62,6 +62,7 @@ def build_kv_tiers(
             model,
             config.block_size,
             cache.keys(0).dtype,
+            cache.keys_in_panels,
             f"{computed_by} {config.quantization}",
         )
         disk = _open_disk(Path(config.kv_disk_dir), fingerprint, host_kv.block_bytes(0))

@@ -14,18 +14,18 @@ def kv_cache_write(
     ``slot_mapping`` int64 [num_tokens] holds block_id * block_size + offset. Slots are distinct
     within a step.
     """
-    _write(key, cache.keys, cache.key_scales, slot_mapping)
-    _write(value, cache.values, cache.value_scales, slot_mapping)
+    if cache.key_scales is not None:
+        key = _quantize(key, cache.keys.dtype, cache.key_scales, slot_mapping)
+    if cache.value_scales is not None:
+        value = _quantize(value, cache.values.dtype, cache.value_scales, slot_mapping)
+    cache.write_keys(slot_mapping, key.to(cache.keys.dtype))
+    slots = as_copyable(cache.values).flatten(0, 1)
+    slots.index_copy_(0, slot_mapping, as_copyable(value.to(cache.values.dtype)))
 
 
-def _write(
-    states: torch.Tensor,
-    stored: torch.Tensor,
-    scales: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-) -> None:
-    if scales is not None:
-        states, new_scales = quantize_heads(states, stored.dtype)
-        scales.flatten(0, 1).index_copy_(0, slot_mapping, new_scales)
-    slots = as_copyable(stored).flatten(0, 1)
-    slots.index_copy_(0, slot_mapping, as_copyable(states.to(stored.dtype)))
+def _quantize(
+    states: torch.Tensor, stored: torch.dtype, scales: torch.Tensor, slot_mapping: torch.Tensor
+) -> torch.Tensor:
+    quantized, new_scales = quantize_heads(states, stored)
+    scales.flatten(0, 1).index_copy_(0, slot_mapping, new_scales)
+    return quantized

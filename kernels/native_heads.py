@@ -122,6 +122,7 @@ class CacheArguments(ctypes.Structure):
 
     _fields_ = [
         ("stored", ctypes.c_int32),
+        ("keys_in_panels", ctypes.c_int32),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("key_scales", ctypes.c_void_p),
@@ -135,6 +136,8 @@ def check_cache(cache: LayerCache, dtype: torch.dtype) -> None:
     scaled = stored in SCALED_DTYPES
     if stored not in STORED_IDS or (dtype == torch.bfloat16 and stored == torch.float32):
         raise ValueError(f"the native kernels cannot use keys of {stored} in {dtype}")
+    if cache.keys_in_panels and not dtype == stored == torch.bfloat16:
+        raise ValueError(f"the native kernels cannot use panels of keys of {stored} in {dtype}")
     tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
     if any(tensor is None for tensor in tensors[2:]) == scaled:
         raise ValueError("a cache of 8-bit keys has scales, and no other has them")

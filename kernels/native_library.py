@@ -357,6 +357,7 @@ class SampleParams(ctypes.Structure):
 def _cache_arguments(cache: LayerCache) -> CacheArguments:
     return CacheArguments(
         STORED_IDS[cache.keys.dtype],
+        cache.keys_in_panels,
         pointer(cache.keys),
         pointer(cache.values),
         pointer(cache.key_scales, torch.float32),

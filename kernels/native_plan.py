@@ -98,6 +98,7 @@ _STEP_SIZES = (
     "block_size",
     "num_threads",
     "stored",
+    "keys_in_panels",
 )
 _STEP_POINTERS = (
     "input_ids",

@@ -112,8 +112,12 @@ def paged_attention(
     """
     # [1, heads, tokens, head_dim]
     queries = query.transpose(0, 1)[None].split_with_sizes(metadata.query_lens, 2)
-    keys = _gather(cache.keys, cache.key_scales, query.dtype, metadata)
-    values = _gather(cache.values, cache.value_scales, query.dtype, metadata)
+    stored_keys = cache.read_keys(metadata.key_slots)
+    stored_values = as_copyable(cache.values).flatten(0, 1).index_select(0, metadata.key_slots)
+    keys = _by_sequence(stored_keys, cache.key_scales, query.dtype, metadata)
+    values = _by_sequence(
+        stored_values.view(cache.values.dtype), cache.value_scales, query.dtype, metadata
+    )
     if metadata.block_mass is not None:
         _add_block_mass(metadata, queries, keys, cache.block_size, scale, softcap)
     chunk_lens = metadata.chunk_lens or metadata.query_lens
@@ -143,19 +147,18 @@ def _add_block_mass(
         row += sum_block_mass(query[0], key[0], seen, scale, softcap, first, block_size, num_blocks)
 
 
-def _gather(
+def _by_sequence(
     stored: torch.Tensor,
     scales: torch.Tensor | None,
     dtype: torch.dtype,
     metadata: AttentionMetadata,
 ) -> tuple[torch.Tensor, ...]:
     """What each sequence reads: [1, num_kv_heads, key_len, head_dim] in the model's dtype."""
-    slots = as_copyable(stored).flatten(0, 1).index_select(0, metadata.key_slots)
     if scales is None:
-        states = slots.to(dtype)
+        states = stored.to(dtype)
     else:
         read_scales = scales.flatten(0, 1).index_select(0, metadata.key_slots)
-        states = dequantize_heads(slots.view(stored.dtype), read_scales, dtype)
+        states = dequantize_heads(stored, read_scales, dtype)
     return states.transpose(0, 1)[None].split_with_sizes(metadata.key_lens, 2)
 
 

@@ -57,7 +57,9 @@ def measure(model: NativeDecoder, rounds: int) -> dict[str, list[float]]:
     num_blocks = -(-CONTEXTS[-1] // BLOCK_SIZE)
     best = {name: [float("inf")] * len(CONTEXTS) for name in KINDS}
     caches = {
-        name: PagedKVCache(model.config.kv_layout, [num_blocks], BLOCK_SIZE, stored)
+        name: PagedKVCache(
+            model.config.kv_layout, [num_blocks], BLOCK_SIZE, stored, key_panels=True
+        )
         for name, stored in KINDS.items()
     }
     # Blocks in disorder, as in a pool that has been in use.

@@ -119,9 +119,10 @@ def linear_rows(library: NativeLibrary, rounds: int) -> list[str]:
     return rows
 
 
-def make_cache(config: ModelConfig, dtype: torch.dtype) -> PagedKVCache:
+def make_cache(config: ModelConfig, dtype: torch.dtype, key_panels: bool = True) -> PagedKVCache:
     num_blocks = max(DECODE_BATCHES) * blocks_for(CONTEXT + 1)
-    return PagedKVCache(config.kv_layout, [num_blocks], BLOCK_SIZE, dtype)
+    layout = config.kv_layout
+    return PagedKVCache(layout, [num_blocks], BLOCK_SIZE, dtype, key_panels=key_panels)
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -152,10 +153,11 @@ def step_rows(library: NativeLibrary, weights: Path, rounds: int) -> list[str]:
         assert isinstance(model, Decoder), "the native kernels run no other"
         native = NativeDecoder(model, library)
         cache = make_cache(native.config, dtype)
+        rows_cache = make_cache(native.config, dtype, key_panels=False)
         for case, num_seqs, context, new_tokens in step_cases():
             batch = make_batch(num_seqs, context, new_tokens)
             result = compare(
-                partial(reference.forward, batch, cache),
+                partial(reference.forward, batch, rows_cache),
                 partial(native.forward, batch, cache),
                 rounds,
             )

@@ -81,7 +81,9 @@ class Case:
 def profile_rows(model: NativeDecoder, case: Case, rounds: int, limits: Limits) -> list[str]:
     """A Markdown table of a greedy step: the median round's total, means by kind of operation."""
     num_blocks = case.num_seqs * blocks_for(case.context)
-    cache = PagedKVCache(model.config.kv_layout, [num_blocks], BLOCK_SIZE, torch.bfloat16)
+    cache = PagedKVCache(
+        model.config.kv_layout, [num_blocks], BLOCK_SIZE, torch.bfloat16, key_panels=True
+    )
     batch = make_batch(case.num_seqs, case.context, case.new_tokens, is_greedy=True)
     spent = model.forward(batch, cache)  # steps write their logits where the last one's were
     forward = partial(model.forward, replace(batch, spent_logits=spent), cache)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shoal.kernels.kv_cache_write import kv_cache_write
-from shoal.kernels.layer_cache import SCALED_DTYPES, LayerCache
+from shoal.kernels.layer_cache import SCALED_DTYPES, LayerCache, as_panels
 from shoal.kernels.native_heads import AttentionHeads
 from shoal.kernels.native_library import NativeLibrary
 from shoal.kernels.paged_attention import AttentionMetadata, paged_attention
@@ -35,12 +35,14 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def empty_layer_cache(shape: tuple[int, ...], stored: torch.dtype) -> LayerCache:
+def empty_layer_cache(
+    shape: tuple[int, ...], stored: torch.dtype, key_panels: bool = False
+) -> LayerCache:
     """NaN everywhere: in 8 bits that is a matter of scales."""
     nan = float("nan")
     if stored not in SCALED_DTYPES:
         keys, values = (torch.full(shape, nan).to(stored) for _ in range(2))
-        return LayerCache(keys, values)
+        return LayerCache(as_panels(keys) if key_panels else keys, values)
     keys, values = (torch.zeros(shape, dtype=stored) for _ in range(2))
     scales = (torch.full(shape[:-1], nan) for _ in range(2))
     return LayerCache(keys, values, *scales)
@@ -59,6 +61,7 @@ class Context:
         window: int | None = None,
         softcap: float | None = None,
         stored: torch.dtype | None = None,
+        key_panels: bool = False,
     ) -> None:
         self.lengths = lengths
         self.heads = AttentionHeads(*heads, head_dim, head_dim**-0.5, window, softcap)
@@ -68,7 +71,7 @@ class Context:
         self.block_tables = order.view(len(lengths), width)
         self.block_size = block_size
         shape = (num_blocks, block_size, heads[1], head_dim)
-        self.cache = empty_layer_cache(shape, stored or dtype)
+        self.cache = empty_layer_cache(shape, stored or dtype, key_panels)
         for idx, length in enumerate(lengths):
             slots = self.block_tables[idx][:, None] * block_size + torch.arange(block_size)
             rows = slots.flatten()[:length]

@@ -55,6 +55,7 @@ class StepBuilder:
             block_size=kv.block_size,
             num_threads=torch.get_num_threads(),
             stored=caches.stored,
+            keys_in_panels=caches.keys_in_panels,
             input_ids=pointer(batch.input_ids, torch.int64),
             positions=pointer(batch.positions, torch.int64),
             query_lens=_address(self._lens[0]),
@@ -85,6 +86,7 @@ class _CachePointers:
         self._cache: PagedKVCache | None = None
         self._arrays: dict[str, ctypes.Array] = {}
         self.stored = 0
+        self.keys_in_panels = False
 
     def address(self, name: str) -> int:
         return ctypes.addressof(self._arrays[name])
@@ -101,4 +103,6 @@ class _CachePointers:
         group_of = kv.layout.group_of
         self._arrays["layer_groups"] = (ctypes.c_int64 * len(layers))(*group_of)
         self.stored = STORED_IDS[layers[0].keys.dtype]
+        self.keys_in_panels = layers[0].keys_in_panels
+        assert all(layer.keys_in_panels == self.keys_in_panels for layer in layers)
         self._cache = kv

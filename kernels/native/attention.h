@@ -274,9 +274,16 @@ inline void merge(float& row_max, float& total, float* merged, float split_max, 
 }
 
 // A task's walk through its splits. Rows are a key/value head's tokens x its query heads; those of
-// the task's heads follow each other in the scratch. T: the model's type; S: what the cache holds.
-template <class T, class S>
+// the task's heads follow each other in the scratch. T: the model's type; S: what the cache holds;
+// kPanels: its keys lie in panels.
+template <class T, class S, bool kPanels>
 class Attention {
+#if defined(__AVX512BF16__)
+  static constexpr bool kScoresPanels = kPanels;
+#else
+  static constexpr bool kScoresPanels = false;
+#endif
+
  public:
   Attention(const AttentionTask& task, const Batch& batch, const AttentionShape& shape,
             const LayerCache& cache, AttentionScratch<T>& scratch, const BlockMass& mass,
@@ -410,7 +417,7 @@ class Attention {
         score(base + first_row, base + last_row, count);
         for (int64_t row = first_row; row < last_row; row++) {
           weigh_row(base + row, row, start);
-          ahead_.fetch(16);
+          ahead_.fetch(SpanAhead::kRowLines);
         }
         add_values(base + first_row, base + last_row, first_key, count);
       }
@@ -422,10 +429,15 @@ class Attention {
   }
 
   // Keys and values are used where they lie, and those of a token's heads lie side by side.
-  bool points_into_cache() const { return std::is_same_v<S, T> && dim_ == width_; }
+  bool points_into_cache() const {
+    return std::is_same_v<S, T> && dim_ == width_ && kPanels == kScoresPanels;
+  }
 
   void point_to_next_head(int64_t first, int64_t count) {
-    for (int64_t i = first; i < count; i++) keys_[i] += dim_;
+    if constexpr (kScoresPanels)
+      for (const T*& panel : panels_) panel += dim_ * kKeyPanel;
+    else
+      for (int64_t i = first; i < count; i++) keys_[i] += dim_;
     for (int64_t i = first; i < count; i++) values_[i] += dim_;
   }
 
@@ -436,11 +448,19 @@ class Attention {
       std::fill_n(values_, kSpan, scratch_.zeros.data());
       std::fill_n(value_scales_, kSpan, 0.0f);  // a NaN left from before would make one of weight 0
     }
+    if constexpr (kScoresPanels) gather_panels(kv_head, start, first, count);
     find_slots(task_, start + first, count - first, [&](int64_t i, int64_t slot) {
       const int64_t index = slot * shape_.heads.num_kv_heads + kv_head;
       const S* key = static_cast<const S*>(cache_.keys) + index * dim_;
       const S* value = static_cast<const S*>(cache_.values) + index * dim_;
-      if constexpr (std::is_same_v<S, T>) {
+      if constexpr (kScoresPanels) {
+      } else if constexpr (kPanels) {
+        T* copy = &scratch_.widened[(first + i) * dim_];
+        load_key_column(static_cast<const T*>(cache_.keys) +
+                            key_panel(slot, kv_head, shape_.heads.num_kv_heads, dim_),
+                        slot, dim_, copy);
+        keys_[first + i] = copy;
+      } else if constexpr (std::is_same_v<S, T>) {
         keys_[first + i] = key;
       } else {
         T* wide = &scratch_.widened[(first + i) * dim_];
@@ -461,34 +481,56 @@ class Attention {
     });
   }
 
+  // The panels of a span, which is a whole number of them. Where nobody sees any key of one, it is
+  // another one.
+  void gather_panels(int64_t kv_head, int64_t start, int64_t first, int64_t count) {
+    const int64_t begin = first / kKeyPanel, end = (count + kKeyPanel - 1) / kKeyPanel;
+    const int64_t* blocks = batch_.block_tables + task_.seq * batch_.max_blocks;
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t index = start + i * kKeyPanel;
+      const int64_t slot =
+          blocks[index / batch_.block_size] * batch_.block_size + index % batch_.block_size;
+      panels_[i] = static_cast<const T*>(cache_.keys) +
+                   key_panel(slot, kv_head, shape_.heads.num_kv_heads, dim_);
+    }
+    std::fill(panels_, panels_ + begin, panels_[begin]);
+    std::fill(panels_ + end, panels_ + kSpan / kKeyPanel, panels_[begin]);
+  }
+
   // What is fetched while the span at `start` is at hand: the next one. A task's last span may be too
   // short to fetch all of the next task's first, so the span before it goes on with that.
   void look_ahead(int64_t start) {
     const int64_t end = std::min(task_.end_split * kSplit, task_.end());
     const bool only = start == first_span(task_, task_.first_split);
     if (start + kSpan >= end && !only) return;
-    ahead_.begin(dim_ * sizeof(S), dim_, task_.num_kv_heads);
+    ahead_.begin(task_.num_kv_heads * dim_ * sizeof(S));
     if (start + kSpan < end) fetch_soon(task_, start + kSpan);
     if (next_ && start + 2 * kSpan >= end && next_->num_kv_heads == task_.num_kv_heads)
       fetch_soon(*next_, first_span(*next_, next_->first_split));
   }
 
   void fetch_soon(const AttentionTask& task, int64_t start) {
-    find_slots(task, start, std::min(kSpan, task.end() - start), [&](int64_t, int64_t slot) {
+    find_slots(task, start, std::min(kSpan, task.end() - start), [&](int64_t i, int64_t slot) {
       const int64_t index = (slot * shape_.heads.num_kv_heads + task.kv_head) * dim_;
-      ahead_.add(static_cast<const S*>(cache_.keys) + index);
+      if constexpr (!kPanels) {
+        ahead_.add(static_cast<const S*>(cache_.keys) + index);
+      } else if (i % kKeyPanel == 0) {
+        const S* panel = static_cast<const S*>(cache_.keys) +
+                         key_panel(slot, task.kv_head, shape_.heads.num_kv_heads, dim_);
+        for (int64_t j = 0; j < kKeyPanel; j++) ahead_.add(panel + j * task.num_kv_heads * dim_);
+      }
       ahead_.add(static_cast<const S*>(cache_.values) + index);
     });
   }
 
   void score(int64_t first, int64_t last, int64_t count) {
 #if defined(__AVX512BF16__)
+    if constexpr (kScoresPanels) return score_in_panels(first, last, count);
     if constexpr (std::is_same_v<T, BFloat16>)
       if (last - first <= kFewRows && dim_ % 16 == 0) {
         for (int64_t key = 0; key < count; key += kPanel) {
           score_keys(last - first, &scratch_.queries[first * dim_], dim_, keys_ + key,
                      &scratch_.scores[first * kSpan + key], kSpan, ahead_);
-          ahead_.fetch(8);
         }
         return;
       }
@@ -496,7 +538,6 @@ class Attention {
     for (int64_t panel = 0; panel * kPanel < count; panel++) {
       T* packed = scratch_.keys.data() + panel * panel_elements<T>(dim_);
       pack_keys(keys_ + panel * kPanel, dim_, packed, ahead_);
-      ahead_.fetch(8);
       for_tiles(last - first, [&](int64_t begin, int rows) {
         begin += first;
         tile<T>(rows, &scratch_.queries[begin * dim_], dim_, packed, dim_,
@@ -504,6 +545,27 @@ class Attention {
       });
     }
   }
+
+#if defined(__AVX512BF16__)
+  void score_in_panels(int64_t first, int64_t last, int64_t count) {
+    const T* queries = &scratch_.queries[first * dim_];
+    float* scores = &scratch_.scores[first * kSpan];
+    if (last - first <= kFewRows) {
+      if (count <= kKeyPanel)
+        score_panels<1, kFewRows>(last - first, queries, dim_, panels_, scores, kSpan, ahead_);
+      else if (count <= 2 * kKeyPanel)
+        score_panels<2, kFewRows>(last - first, queries, dim_, panels_, scores, kSpan, ahead_);
+      else
+        score_panels<4, kFewRows>(last - first, queries, dim_, panels_, scores, kSpan, ahead_);
+      return;
+    }
+    for (int64_t panel = 0; panel * kKeyPanel < count; panel += 2)
+      for_tiles(last - first, [&](int64_t begin, int rows) {
+        score_panels<2, kTileRows>(rows, queries + begin * dim_, dim_, panels_ + panel,
+                                   scores + begin * kSpan + panel * kKeyPanel, kSpan, ahead_);
+      });
+  }
+#endif
 
   // number: the row's among those of its head.
   void weigh_row(int64_t row, int64_t number, int64_t start) {
@@ -551,14 +613,12 @@ class Attention {
       for (int64_t column = 0; column < width_; column += few ? both : kPanel) {
         const Weight<T>* weights = weights_of(first_row);
         float* sums = &scratch_.sums[first_row * width_ + column];
-        ahead_.fetch(12);
         if (few) {
-          ahead_.fetch(12);
           add_weighted<T, kFewRows, both>(num_rows, weights, values_, first, count, column, sums,
-                                          width_);
+                                          width_, ahead_);
         } else {
           add_weighted<T, kTileRows>(num_rows, weights, values_, first, count, column, sums,
-                                     width_);
+                                     width_, ahead_);
         }
       }
       return;
@@ -584,10 +644,27 @@ class Attention {
   SpanAhead ahead_;
   // Of the span at hand.
   const T* keys_[kSpan];
+  const T* panels_[kSpan / kKeyPanel];  // of keys that lie so in the cache
   const T* values_[kSpan];  // [width], zeros where nobody sees them
   alignas(64) float key_scales_[kSpan];
   alignas(64) float value_scales_[kSpan];
 };
+
+template <class T, class S, bool kPanels>
+void attention_over(Team& team, int64_t number, const AttentionWork& work, const Batch& batch,
+                    const AttentionShape& shape, const LayerCache& cache, const T* query, T* out,
+                    float* partials, AttentionScratch<T>& scratch, const BlockMass& mass) {
+  team.share(number, work.tasks.size(), 1, [&](int64_t i, int64_t next) {
+    Attention<T, S, kPanels>(work.tasks[i], batch, shape, cache, scratch, mass,
+                             next < 0 ? nullptr : &work.tasks[next])
+        .run(query, out, partials);
+  });
+  if (work.merges.empty()) return;
+  team.share(number + 1, work.merges.size(), 1, [&](int64_t i) {
+    Attention<T, S, kPanels>(work.merges[i], batch, shape, cache, scratch, mass)
+        .merge_partials(out, partials);
+  });
+}
 
 // Tasks and then merges of one layer; takes operations `number` and `number + 1` of the team.
 template <class T>
@@ -599,16 +676,13 @@ void attention(Team& team, int64_t number, const AttentionWork& work, const Batc
     if constexpr (std::is_same_v<T, BFloat16> && std::is_same_v<S, float>) {
       // Refused where the cache is made: bfloat16 queries would not match such keys.
     } else {
-      team.share(number, work.tasks.size(), 1, [&](int64_t i, int64_t next) {
-        Attention<T, S>(work.tasks[i], batch, shape, cache, scratch, mass,
-                        next < 0 ? nullptr : &work.tasks[next])
-            .run(query, out, partials);
-      });
-      if (work.merges.empty()) return;
-      team.share(number + 1, work.merges.size(), 1, [&](int64_t i) {
-        Attention<T, S>(work.merges[i], batch, shape, cache, scratch, mass)
-            .merge_partials(out, partials);
-      });
+      constexpr bool fits = std::is_same_v<T, BFloat16> && std::is_same_v<S, BFloat16>;
+      if (fits && cache.keys_in_panels)
+        attention_over<T, S, fits>(team, number, work, batch, shape, cache, query, out, partials,
+                                   scratch, mass);
+      else
+        attention_over<T, S, false>(team, number, work, batch, shape, cache, query, out, partials,
+                                    scratch, mass);
     }
   });
 }

@@ -44,34 +44,33 @@ inline void transpose_16(const int32_t* const* source, int32_t* target, int64_t 
 #endif
 
 // The keys and values that are read next. They lie scattered over the cache, so that no hardware
-// sees them coming, and are fetched a few lines at a time: many at once would wait for each other,
-// and all else for them.
+// sees them coming, and are fetched a few lines at each step of the arithmetic: a core waits for some
+// twenty lines at once, and many together would wait for each other, and all else for them. In
+// bfloat16 a span's head has as many lines as two for each of its scores' products and two for each
+// of its values'; those who ask take some more, and are done before the end.
 struct SpanAhead {
-  const char* rows[4 * kSpan];  // of two spans at most  // of all heads of the task, which lie side by side
-  int num_rows = 0, row = 0, row_bytes = 0, num_heads = 1, rows_per_square = 1;
+  static constexpr int kScoreLines = 4;  // a pair of features of 64 keys
+  static constexpr int kRowLines = 8;    // a row of scores
+  static constexpr int kValueLines = 4;  // two values' 64 columns
 
-  void begin(int64_t head_bytes, int64_t head_dim, int64_t heads) {
-    num_rows = row = 0;
-    row_bytes = int(heads * head_bytes);
-    num_heads = int(heads);
-    // A third of the rows during the transpositions, which have head_dim / 8 squares a head.
-    rows_per_square = rows_in(3 * int(head_dim) / 8);
+  const char* rows[4 * kSpan];  // of two spans at most, of all heads of a task, which lie side by side
+  int num_rows = 0, row = 0, offset = 0, row_bytes = 0;
+
+  void begin(int64_t bytes) {
+    num_rows = row = offset = 0;
+    row_bytes = int(bytes);
   }
 
   void add(const void* begin) { rows[num_rows++] = static_cast<const char*>(begin); }
 
-  // One of `num_parts` that a head's share has.
-  void fetch(int num_parts) { fetch_rows(rows_in(num_parts)); }
-
-  void fetch_rows(int count) {
-    for (const int end = std::min(num_rows, row + count); row < end; row++)
-      for (int i = 0; i < row_bytes; i += 64) fetch_line(rows[row] + i);
-  }
-
- private:
-  int rows_in(int num_parts) const {
-    const int total = std::max(1, num_parts) * num_heads;
-    return (2 * int(kSpan) + total - 1) / total;
+  void fetch(int num_lines) {
+    for (; num_lines > 0 && row < num_rows; num_lines--) {
+      fetch_line(rows[row] + offset);
+      offset += 64;
+      if (offset < row_bytes) continue;
+      offset = 0;
+      row++;
+    }
   }
 };
 
@@ -86,7 +85,7 @@ void pack_keys(const T* const* keys, int64_t head_dim, T* panel, SpanAhead& ahea
       const int32_t* rows[16];
       for (int64_t i = 0; i < 16; i++)
         rows[i] = reinterpret_cast<const int32_t*>(keys[half * 16 + i] + done);
-      ahead.fetch_rows(ahead.rows_per_square);
+      ahead.fetch(4 * SpanAhead::kScoreLines);  // a quarter of the keys, 16 pairs
       transpose_16(rows, reinterpret_cast<int32_t*>(panel + done * kPanel) + half * 16, kPanel);
     }
 #endif
@@ -133,17 +132,18 @@ inline void score_keys_rows(const BFloat16* queries, int64_t head_dim, const BFl
                             float* scores, int64_t scores_stride, SpanAhead& ahead) {
   Vec sums[kRows][kVecs] = {};
   for (int64_t first = 0; first < head_dim; first += 16) {
-    if (first % 32 == 0) ahead.fetch_rows(kVecs * ahead.rows_per_square);
     __m512i pairs[kVecs][8];
     for (int v = 0; v < kVecs; v++) eight_columns(keys + v * kLanes, first, pairs[v]);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 8; i++) {
+      ahead.fetch(SpanAhead::kScoreLines / 2);
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; row++) {
         const IntVec pair = splat_pair(queries + row * head_dim + first + 2 * i);
         for (int v = 0; v < kVecs; v++)
           sums[row][v] = pair_multiply_add(pair, (IntVec)pairs[v][i], sums[row][v]);
       }
+    }
   }
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; row++)
@@ -159,6 +159,48 @@ inline void score_keys(int64_t rows, const BFloat16* queries, int64_t head_dim,
       return score_keys<kRows - 1>(rows, queries, head_dim, keys, scores, scores_stride, ahead);
   }
   score_keys_rows<kRows>(queries, head_dim, keys, scores, scores_stride, ahead);
+}
+
+// scores[row][0..16 * kPanels) of keys that lie in the cache as panels of 16; the same bits.
+template <int kRows, int kPanels>
+inline void score_panels_rows(const BFloat16* queries, int64_t head_dim,
+                              const BFloat16* const* panels, float* scores, int64_t scores_stride,
+                              SpanAhead& ahead) {
+  Vec sums[kRows][kPanels] = {};
+  const BFloat16* keys[kPanels];
+#pragma GCC unroll 4
+  for (int v = 0; v < kPanels; v++) keys[v] = panels[v];
+  for (int64_t i = 0; i < head_dim; i += 2) {
+    ahead.fetch(SpanAhead::kScoreLines);
+    IntVec pairs[kPanels];
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanels; v++)
+      pairs[v] = (IntVec)_mm512_loadu_si512(keys[v] + i * kKeyPanel);
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; row++) {
+      const IntVec pair = splat_pair(queries + row * head_dim + i);
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanels; v++)
+        sums[row][v] = pair_multiply_add(pair, pairs[v], sums[row][v]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; row++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanels; v++)
+      store(scores + row * scores_stride + v * kLanes, sums[row][v]);
+}
+
+template <int kPanels, int kRows>
+inline void score_panels(int64_t rows, const BFloat16* queries, int64_t head_dim,
+                         const BFloat16* const* panels, float* scores, int64_t scores_stride,
+                         SpanAhead& ahead) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows)
+      return score_panels<kPanels, kRows - 1>(rows, queries, head_dim, panels, scores,
+                                              scores_stride, ahead);
+  }
+  score_panels_rows<kRows, kPanels>(queries, head_dim, panels, scores, scores_stride, ahead);
 }
 #endif
 
@@ -236,8 +278,10 @@ void pack_values(const T* const* values, int64_t first, int64_t count, int64_t w
 // wide: what the tile does with panels of values, without the panels.
 template <class T, int kRows, int kWidth>
 void add_weighted_rows(const Weight<T>* weights, const T* const* values, int64_t first,
-                       int64_t count, int64_t column, float* out, int64_t out_stride) {
+                       int64_t count, int64_t column, float* out, int64_t out_stride,
+                       SpanAhead& ahead) {
   constexpr int kWidthVecs = kWidth / kLanes;
+  constexpr int kLines = SpanAhead::kValueLines * kWidth / 64;
   Vec sums[kRows][kWidthVecs];
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
@@ -245,6 +289,7 @@ void add_weighted_rows(const Weight<T>* weights, const T* const* values, int64_t
 #if defined(__AVX512BF16__)
   if constexpr (sizeof(T) == 2) {
     for (int64_t key = first; key < count; key += 2) {
+      ahead.fetch(kLines);
       IntVec pairs[kWidthVecs / kVecs][kVecs];
       for (int i = 0; i < kWidthVecs / kVecs; i++)
         pair_values(values[key] + column + i * kPanel, values[key + 1] + column + i * kPanel,
@@ -262,6 +307,7 @@ void add_weighted_rows(const Weight<T>* weights, const T* const* values, int64_t
 #endif
   if constexpr (sizeof(Weight<T>) == 4)
     for (int64_t key = first; key < count; key++) {
+      ahead.fetch(kLines);
       Vec value[kWidthVecs];
       for (int v = 0; v < kWidthVecs; v++) value[v] = load_wide(values[key] + column + v * kLanes);
 #pragma GCC unroll 12
@@ -278,13 +324,15 @@ void add_weighted_rows(const Weight<T>* weights, const T* const* values, int64_t
 
 template <class T, int kRows, int kWidth = kPanel>
 void add_weighted(int rows, const Weight<T>* weights, const T* const* values, int64_t first,
-                  int64_t count, int64_t column, float* out, int64_t out_stride) {
+                  int64_t count, int64_t column, float* out, int64_t out_stride,
+                  SpanAhead& ahead) {
   if constexpr (kRows > 1) {
     if (rows < kRows)
       return add_weighted<T, kRows - 1, kWidth>(rows, weights, values, first, count, column, out,
-                                                out_stride);
+                                                out_stride, ahead);
   }
-  add_weighted_rows<T, kRows, kWidth>(weights, values, first, count, column, out, out_stride);
+  add_weighted_rows<T, kRows, kWidth>(weights, values, first, count, column, out, out_stride,
+                                     ahead);
 }
 
 }  // namespace shoal

@@ -106,6 +106,7 @@ struct StepGroup {
 struct Step {
   int64_t num_tokens, num_seqs, num_samples, block_size, num_threads;
   int64_t stored;                 // Stored: what the caches hold
+  int64_t keys_in_panels;         // as in LayerCache
   const int64_t* input_ids;       // [num_tokens]
   const int64_t* positions;       // [num_tokens]
   const int64_t* query_lens;      // [num_seqs]
@@ -249,7 +250,7 @@ class Plan : public PlanBase {
   }
 
   LayerCache cache_of(const Step& step, int32_t layer) const {
-    return {Stored(step.stored), step.key_caches[layer], step.value_caches[layer],
+    return {Stored(step.stored), int32_t(step.keys_in_panels), step.key_caches[layer], step.value_caches[layer],
             step.key_scales ? step.key_scales[layer] : nullptr,
             step.value_scales ? step.value_scales[layer] : nullptr};
   }

@@ -153,7 +153,13 @@ void rotate_and_write(const float* row, const float* angles, const HeadShape& he
       const int64_t index = slot * heads.num_kv_heads + head;
       rotate(norm(keys + head * dim, prep.norm_keys, prep.key_norm), angles, prep.rotary_dim, dim,
              done);
-      const float key_scale = store_head(done, dim, static_cast<S*>(cache.keys) + index * dim);
+      float key_scale = 1.0f;
+      if (cache.keys_in_panels)
+        store_key_column(done, dim, slot,
+                         static_cast<BFloat16*>(cache.keys) +
+                             key_panel(slot, head, heads.num_kv_heads, dim));
+      else
+        key_scale = store_head(done, dim, static_cast<S*>(cache.keys) + index * dim);
       const float* value = norm(values + head * dim, prep.norm_values, nullptr);
       const float value_scale = store_head(value, dim, static_cast<S*>(cache.values) + index * dim);
       if constexpr (StoredTraits<S>::kScaled) {

@@ -6,6 +6,8 @@
 // stored, and the scales come in afterwards.
 #pragma once
 
+#include <algorithm>
+
 #include "vec.h"
 
 namespace shoal {
@@ -174,9 +176,40 @@ float store_head(const float* head, int64_t head_dim, S* to) {
   }
 }
 
+// Tokens whose keys lie together, where they lie as panels.
+constexpr int64_t kKeyPanel = 16;
+
+// One head of one token, [head_dim] float, as a column of its panel, which begins at `panel`.
+inline void store_key_column(const float* head, int64_t head_dim, int64_t slot, BFloat16* panel) {
+  constexpr int64_t kPart = 32;
+  BFloat16 part[kPart];
+  BFloat16* column = panel + slot % kKeyPanel * 2;
+  int64_t i = 0;
+  for (; i + kPart <= head_dim; i += kPart) {
+    store_head(head + i, kPart, part);
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < kPart; j += 2) std::memcpy(column + (i + j) * kKeyPanel, part + j, 4);
+  }
+  store_head(head + i, head_dim - i, part);
+  for (int64_t j = 0; i + j < head_dim; j += 2)
+    std::memcpy(column + (i + j) * kKeyPanel, part + j, 4);
+}
+
+inline void load_key_column(const BFloat16* panel, int64_t slot, int64_t head_dim, BFloat16* key) {
+  const BFloat16* column = panel + slot % kKeyPanel * 2;
+  for (int64_t i = 0; i < head_dim; i += 2) std::memcpy(key + i, column + i * kKeyPanel, 4);
+}
+
+// Where the panel begins that holds the key of a slot.
+inline int64_t key_panel(int64_t slot, int64_t kv_head, int64_t num_kv_heads, int64_t head_dim) {
+  return (slot / kKeyPanel * num_kv_heads + kv_head) * head_dim * kKeyPanel;
+}
+
 // The cache of one layer: [num_slots, num_kv_heads, head_dim], scales [num_slots, num_kv_heads].
+// Keys in panels are [num_slots / 16, num_kv_heads, head_dim / 2, 16, 2], as scores read them.
 struct LayerCache {
   Stored type;
+  int32_t keys_in_panels;
   void* keys;
   void* values;
   float* key_scales;  // null where the type has none

@@ -316,8 +316,10 @@ def test_the_fingerprint_changes_with_all_that_the_bits_depend_on(tiny, tmp_path
     weights = write_tiny_checkpoint(tmp_path / "a")
     other = write_tiny_checkpoint(tmp_path / "b", num_hidden_layers=3)
 
-    def fingerprint(path=weights, model=tiny.config, size=16, dtype=torch.float32, by="native"):
-        return kv_fingerprint(path, model, size, dtype, by)
+    def fingerprint(
+        path=weights, model=tiny.config, size=16, dtype=torch.float32, panels=False, by="native"
+    ):
+        return kv_fingerprint(path, model, size, dtype, panels, by)
 
     other_model = load_model(other, torch.float32).config
     values = {
@@ -326,9 +328,10 @@ def test_the_fingerprint_changes_with_all_that_the_bits_depend_on(tiny, tmp_path
         fingerprint(model=other_model),
         fingerprint(size=32),
         fingerprint(dtype=torch.bfloat16),
+        fingerprint(dtype=torch.bfloat16, panels=True),
         fingerprint(by="reference"),
     }
-    assert len(values) == 6
+    assert len(values) == 7
     assert fingerprint() == fingerprint()
     file = weights / "model.safetensors"
     contents = bytearray(file.read_bytes())
