@@ -247,7 +247,9 @@ inline void weigh(const float* scores, int64_t first, int64_t end, const Attenti
   for (int i = 0; i < kParts; i++) high = maximum(high, parts[i]);
   const float new_max = std::max(row_max, max_lanes(high));
   Vec total = load(totals);
-  if (new_max != row_max) {
+  if (row_max == lowest[0]) {
+    row_max = new_max;  // nothing is gathered yet
+  } else if (new_max != row_max) {
     const Vec shrink = exponential(splat(row_max - new_max));
     for (int64_t i = 0; i < width; i += kLanes) store(sums + i, load(sums + i) * shrink);
     total *= shrink;
@@ -293,9 +295,19 @@ class Attention {
         num_rows_(task.num_tokens * group_) {}
 
   void run(const T* query, T* out, float* partials) {
-    for (int64_t row = 0; row < all_rows(); row++)
-      std::memcpy(&scratch_.queries[row * dim_], query + head_of(row), dim_ * sizeof(T));
+    each_head([&](int64_t row, int64_t at) {
+      std::memcpy(&scratch_.queries[row * dim_], query + at, dim_ * sizeof(T));
+    });
     if (mass_.units) scratch_.mass.begin(num_rows_, task_.end(), batch_.block_size);
+    if (task_.partial < 0 && !mass_.units && task_.end_split - task_.first_split == 1) {
+      // What merging into nothing would give, which most tasks are spared.
+      walk(task_.first_split);
+      each_head([&](int64_t row, int64_t at) {
+        finish_row(&scratch_.sums[row * width_],
+                   sum_lanes(load(&scratch_.totals[row * kLanes])), out + at);
+      });
+      return;
+    }
     begin_merged();
     for (int64_t split = task_.first_split; split < task_.end_split; split++) {
       const auto [first, last] = rows_that_see(split * kSplit, (split + 1) * kSplit);
@@ -352,11 +364,16 @@ class Attention {
       for (int64_t row = first; row < last; row++) body(head * num_rows_ + row);
   }
 
-  // Element offset of a row's head in query and out.
-  int64_t head_of(int64_t row) const {
-    const int64_t kv_head = task_.kv_head + row / num_rows_, own = row % num_rows_;
-    return (task_.first_row + own / group_) * shape_.heads.query_width() +
-           (kv_head * group_ + own % group_) * dim_;
+  // Calls body(row, element offset of its head in query and out).
+  template <class Body>
+  void each_head(Body body) const {
+    int64_t row = 0;
+    for (int64_t head = 0; head < task_.num_kv_heads; head++)
+      for (int64_t token = 0; token < task_.num_tokens; token++) {
+        const int64_t first = (task_.first_row + token) * shape_.heads.query_width() +
+                              (task_.kv_head + head) * group_ * dim_;
+        for (int64_t i = 0; i < group_; i++) body(row++, first + i * dim_);
+      }
   }
 
   std::pair<int64_t, int64_t> rows_that_see(int64_t begin, int64_t end) const {
@@ -384,14 +401,15 @@ class Attention {
   }
 
   void finish(T* out) {
-    for (int64_t row = 0; row < all_rows(); row++) {
-      const float* merged = &scratch_.merged[row * width_];
-      const float total = scratch_.merged_totals[row];
-      T* to = out + head_of(row);
-      int64_t i = 0;
-      for (; i + kPanel <= dim_; i += kPanel) store_values(merged + i, total, to + i);
-      for (; i < dim_; i++) assign(to[i], merged[value_column<T>(i)] / total);
-    }
+    each_head([&](int64_t row, int64_t at) {
+      finish_row(&scratch_.merged[row * width_], scratch_.merged_totals[row], out + at);
+    });
+  }
+
+  void finish_row(const float* sums, float total, T* to) const {
+    int64_t i = 0;
+    for (; i + kPanel <= dim_; i += kPanel) store_values(sums + i, total, to + i);
+    for (; i < dim_; i++) assign(to[i], sums[value_column<T>(i)] / total);
   }
 
   void walk(int64_t split) {
@@ -415,10 +433,11 @@ class Attention {
           gather(task_.kv_head + head, start, first_key, count);
         const int64_t base = head * num_rows_;
         score(base + first_row, base + last_row, count);
-        for (int64_t row = first_row; row < last_row; row++) {
-          weigh_row(base + row, row, start);
-          ahead_.fetch(SpanAhead::kRowLines);
-        }
+        for (int64_t row = first_row, token = first_row / group_; row < last_row; token++)
+          for (const int64_t next = row + group_; row < next; row++) {
+            weigh_row(base + row, token, start);
+            ahead_.fetch(SpanAhead::kRowLines);
+          }
         add_values(base + first_row, base + last_row, first_key, count);
       }
     }
@@ -567,9 +586,7 @@ class Attention {
   }
 #endif
 
-  // number: the row's among those of its head.
-  void weigh_row(int64_t row, int64_t number, int64_t start) {
-    const int64_t token = number / group_;
+  void weigh_row(int64_t row, int64_t token, int64_t start) {
     float* scores = &scratch_.scores[row * kSpan];
     const int64_t first = std::max<int64_t>(0, task_.lowest(token, shape_.window) - start);
     const int64_t end = std::min(kSpan, task_.first_index + token + 1 - start);
