@@ -95,7 +95,7 @@ class ChannelDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 class ChannelNews(msgspec.Struct, frozen=True, omit_defaults=True):
     """One response of a channel, or the answer to orders for a channel that is not open."""
 
-    deltas: list[msgspec.Raw] = []  # ChannelDelta structs
+    deltas: list[ChannelDelta] | list[msgspec.Raw] = []
     is_unknown: bool = False  # no such channel: nothing of the orders was taken
     is_idle: bool = False  # the channel ends, as no request is open in it
 

@@ -133,27 +133,27 @@ class Channel:
 
     def send(self, parcels: list[tuple[ResponseStream, list[Chunk]]]) -> None:
         """One response with what these requests gained. A failure ends the channel."""
-        deltas = []
+        deltas: list[ChannelDelta] = []
+        ended: list[Slot] = []
         for opened, chunks in parcels:
             slot = opened.reply
             assert isinstance(slot, Slot)
-            deltas += [self._encode(channel_delta(slot, chunk)) for chunk in chunks]
-            if any(chunk.final for chunk in chunks):
-                slot.has_ended = True
+            for chunk in chunks:
+                deltas.append(channel_delta(slot, chunk))
+                if chunk.final:
+                    slot.has_ended = True
+                    ended.append(slot)
         self._num_sent += 1
         self._sent_at = self._clock()
         try:
-            self._reply.send_news(self._encoder.encode(ChannelNews(deltas)), False)
+            self._reply.send_news(self._encode(deltas), False)
         except Exception:
             log.exception("a channel's response could not be sent")
             self.close()
             return
         with self._lock:
-            for opened, _ in parcels:
-                slot = opened.reply
-                assert isinstance(slot, Slot)
-                if slot.has_ended:
-                    self._slots.pop(slot.ref, None)
+            for slot in ended:
+                self._slots.pop(slot.ref, None)
             self._used_at = self._clock()
 
     def poll(self) -> None:
@@ -218,17 +218,12 @@ class Channel:
             self._requests.cancel(slot.seq_id)
             self._responder.close_bundle(self)
 
-    def _encode(self, delta: ChannelDelta) -> msgspec.Raw:
+    def _encode(self, deltas: list[ChannelDelta]) -> bytes:
         try:
-            return msgspec.Raw(self._encoder.encode(delta))
+            return self._encoder.encode(ChannelNews(deltas))
         except UnicodeEncodeError:
             # Half of a surrogate pair (a client can send one in JSON) has no UTF-8 form.
-            for name in TEXTS:
-                text = getattr(delta, name)
-                if text:
-                    clean = text.encode("utf-8", "replace").decode()
-                    delta = msgspec.structs.replace(delta, **{name: clean})
-            return msgspec.Raw(self._encoder.encode(delta))
+            return self._encoder.encode(ChannelNews([_encodable(delta) for delta in deltas]))
 
 
 class Channels:
@@ -287,6 +282,14 @@ def raw_request(submission: Submission) -> RawRequest:
         return_token_ids=submission.return_token_ids,
         return_error=True,
     )
+
+
+def _encodable(delta: ChannelDelta) -> ChannelDelta:
+    texts = {name: getattr(delta, name) for name in TEXTS}
+    clean = {
+        name: text and text.encode("utf-8", "replace").decode() for name, text in texts.items()
+    }
+    return msgspec.structs.replace(delta, **clean)
 
 
 def channel_delta(slot: Slot, chunk: Chunk) -> ChannelDelta:

@@ -39,7 +39,7 @@ class ToolCallDelta:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, one would take three times as long to make
 class Chunk:
     """What one choice of a request gained since its last chunk: deltas, except where a comment
     says otherwise.
@@ -81,6 +81,8 @@ class Chunk:
 def join_by_choice(chunks: Sequence[Chunk]) -> list[Chunk]:
     """One chunk for each choice, in the order of first mention; or, where the whole request ends at
     once, the one that says so."""
+    if len(chunks) == 1:
+        return [*chunks]
     by_index: dict[int | None, list[Chunk]] = {}
     for chunk in chunks:
         by_index.setdefault(chunk.index, []).append(chunk)
@@ -92,10 +94,8 @@ def join_by_choice(chunks: Sequence[Chunk]) -> list[Chunk]:
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     """One chunk that says what ``chunks``, all of one choice and in order, said. No chunks make an
     empty one."""
-    if not chunks:
-        return Chunk()
-    if len(chunks) == 1:
-        return chunks[0]
+    if len(chunks) <= 1:
+        return chunks[0] if chunks else Chunk()
     last = chunks[-1]
     return Chunk(
         text="".join(chunk.text for chunk in chunks),

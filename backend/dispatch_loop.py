@@ -1,11 +1,13 @@
 """The one thread between clients and workers: it owns the dispatcher, the worker and all text."""
 
 import contextlib
+import itertools
 import logging
 import select
 import threading
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 from shoal.backend.chunk import Chunk
 from shoal.backend.engine_config import ConfigError
@@ -40,10 +42,13 @@ from shoal.scheduler.sequence import FinishReason
 from shoal.scheduler.worker_ledger import WorkerCapacity
 
 TICK_MS = 50
+PUBLISH_S = 0.04  # between two reports of what changes with each step; an idle turn takes longer
 # After so many workers in a row that never came up, waiting requests are told so.
 MAX_FAILED_STARTS = 5
 # No sign of life for so long: not ready, though it may yet recover.
 STUCK_AFTER_S = 4.0
+
+_SEQ_ID = attrgetter("seq_id")
 
 Progress = Callable[[str, int, int], None]
 Turn = Callable[[], contextlib.AbstractContextManager[None]]
@@ -74,6 +79,7 @@ class DispatchLoop:
         self._ready: WorkerReady | None = None
         self._was_refused = False
         self._counts = LoopCounts()
+        self._published: tuple[object, ...] = ()
         self.status = LoopStatus()
         self.started = threading.Event()  # ready for the first time, or given up
         self.start_error: ConfigError | None = None
@@ -140,7 +146,8 @@ class DispatchLoop:
                 self._take_event(event, now)
             self._deliver(self._dispatcher.expire(now))
             self._send(self._dispatcher.poll(now))
-        self._publish(now)
+        if now - self.status.turn_at >= PUBLISH_S or self._what_counts() != self._published:
+            self._publish(now)
         self._wait()
 
     def _wait(self) -> None:
@@ -345,22 +352,34 @@ class DispatchLoop:
         )
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
-        for delivery in deliveries:
+        for seq_id, news in itertools.groupby(deliveries, _SEQ_ID):
             try:
-                self._deliver_one(delivery)
+                self._deliver_together(seq_id, list(news))
             except Exception:
                 log.exception("the output of one request could not be processed")
-                choice = self._choices.get(delivery.seq_id)
+                choice = self._choices.get(seq_id)
                 if choice is not None:
                     self._fail(choice.request.seq_id, internal_error())
 
-    def _deliver_one(self, delivery: Delivery) -> None:
-        choice = self._choices.get(delivery.seq_id)
+    def _deliver_together(self, seq_id: int, deliveries: list[Delivery]) -> None:
+        """News of one sequence that came side by side."""
+        choice = self._choices.get(seq_id)
         if choice is None:
             return
-        live = choice.request
         if not choice.index:  # the others read what it computed
-            live.cached_tokens = max(live.cached_tokens, delivery.num_cached_tokens)
+            cached = max(delivery.num_cached_tokens for delivery in deliveries)
+            choice.request.cached_tokens = max(choice.request.cached_tokens, cached)
+        chunk = choice.plain_chunk(deliveries)
+        if chunk is not None:
+            self._counts.generation_tokens += len(deliveries)
+            self._emit(choice.request, chunk)
+            return
+        for delivery in deliveries:
+            if seq_id in self._choices:
+                self._deliver_one(choice, delivery)
+
+    def _deliver_one(self, choice: LiveChoice, delivery: Delivery) -> None:
+        live = choice.request
         if delivery.finish_reason is FinishReason.ERROR:
             error = delivery.error or internal_error()
             level = logging.ERROR if error.status >= 500 else logging.INFO
@@ -398,7 +417,12 @@ class DispatchLoop:
         except Exception:
             log.exception("a chunk could not be handed on")
 
+    def _what_counts(self) -> tuple[object, ...]:
+        """What must be told to other threads at once: how full it is, and whether it serves."""
+        return self._dispatcher.num_queued, len(self._live), self._keeper.state, self._was_refused
+
     def _publish(self, now: float) -> None:
+        self._published = self._what_counts()
         self.status = self._counts.status(
             now, self._keeper, self._dispatcher, self._ready, len(self._live)
         )

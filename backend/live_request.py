@@ -48,6 +48,25 @@ class LiveChoice:
     wants_logprobs: bool
     dimensions: int | None = None  # of an embedding
 
+    def plain_chunk(self, deliveries: Sequence[Delivery]) -> Chunk | None:
+        """What its client gets for news, in order, that are tokens and nothing else; None, and no
+        change, where there is more to them."""
+        request = self.request
+        if not self.processor.is_plain or request.scored_token_ids:
+            return None
+        for delivery in deliveries:
+            if delivery.finish_reason is not None or delivery.token is None or delivery.embedding:
+                return None
+        token_ids = tuple([d.token.token_id for d in deliveries if d.token is not None])
+        return Chunk(
+            self.processor.push_plain(token_ids),
+            token_ids,
+            num_input_tokens=request.num_input_tokens,
+            cached_tokens=request.cached_tokens,
+            index=self.index,
+            is_last=False,
+        )
+
     def chunk(self, delivery: Delivery, delta: TextDelta, tokenizer: Tokenizer) -> Chunk:
         """What its client gets for news from the worker and the text that came of it."""
         token = delivery.token

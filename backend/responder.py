@@ -58,20 +58,16 @@ class ResponseStream:
         """Hand over the next chunk; any thread, returns at once."""
         self._responder.post(self, chunk)
 
-    @property
-    def worth_sending(self) -> bool:
-        """Whether the pending chunks hold something the client waits for."""
-        if not self.pending:
-            return False
-        if self.pending[-1].final:
-            return True
-        return self.stream and any(
+    def waits_for(self, chunk: Chunk) -> bool:
+        """Whether a chunk holds something the client waits for."""
+        if not self.stream:
+            return chunk.final
+        return bool(
             chunk.text
             or chunk.reasoning
             or chunk.tool_calls
             or chunk.finish_reason
             or (self.every_token and chunk.token_ids)
-            for chunk in self.pending
         )
 
 
@@ -194,7 +190,7 @@ class Responder:
             if opened.closed or (opened.pending and opened.pending[-1].final):
                 return
             opened.pending.append(chunk)
-            if opened.worth_sending:
+            if not opened.queued and opened.waits_for(chunk):
                 self._enqueue(opened)
 
     def close(self, timeout_s: float = 5.0) -> None:

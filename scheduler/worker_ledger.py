@@ -105,8 +105,10 @@ class WorkerLedger:
 
     def grow(self, sequence: DispatchedSequence) -> None:
         """Note that the sequence gave a token."""
-        self.resize(sequence)
-        self.prove(sequence.seq_id)
+        if self.capacity.num_blocks_for_next(sequence) != self.reserved[sequence.seq_id]:
+            self.resize(sequence)
+        if self.unproven or self.yielding:
+            self.prove(sequence.seq_id)
 
     def release(self, seq_id: int) -> None:
         """Take the sequence out of the ledger."""

@@ -1,6 +1,7 @@
 """From sampled tokens of one sequence to the text deltas its client gets."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.backend.chunk import TokenLogprobs, ToolCallDelta
@@ -16,7 +17,7 @@ from shoal.scheduler.sampling_params import SamplingParams
 from shoal.scheduler.sequence import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, one would take three times as long to make
 class TextDelta:
     """What one push added. ``text`` may be empty: half a character, or a stop string's beginning.
 
@@ -56,10 +57,21 @@ class OutputProcessor:
         self._num_calls = 0
         self._stop_checker = StopChecker(sampling.stop)
         self._aligner = None if sampling.logprobs is None else LogprobAligner(tokenizer)
+        self._is_plain = not (sampling.stop or tool_parser or reasoning_parser or self._aligner)
         self._min_tokens = sampling.min_tokens
         self.num_output_tokens = 0
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all there is to a token, unless it is the last, is its text: ``push_plain``."""
+        return self._is_plain and self.finish_reason is None
+
+    def push_plain(self, token_ids: Sequence[int]) -> str:
+        """Take tokens after which the output goes on, while ``is_plain``. Mutates."""
+        self.num_output_tokens += len(token_ids)
+        return "".join(map(self._detokenizer.push, token_ids))
 
     def push(
         self, token: SampledToken | None, finish_reason: FinishReason | None = None

@@ -244,14 +244,14 @@ def test_a_grammar_that_breaks_on_its_way_is_the_clients_fault() -> None:
 def test_output_that_cannot_be_processed_fails_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    push = dispatch_loop.OutputProcessor.push
+    push = dispatch_loop.OutputProcessor.push_plain
 
     def broken(self: Any, *arguments: Any) -> Any:
-        if self.num_output_tokens == 2 and self._min_tokens == 1:
+        if self.num_output_tokens >= 2 and self._min_tokens == 1:
             raise RuntimeError
         return push(self, *arguments)
 
-    monkeypatch.setattr(dispatch_loop.OutputProcessor, "push", broken)
+    monkeypatch.setattr(dispatch_loop.OutputProcessor, "push_plain", broken)
     workers = ScriptedWorkers()
     with serving(workers) as running:
         bad, good = ask(running, max_tokens=400, min_tokens=1), ask(running, max_tokens=9)
