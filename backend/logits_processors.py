@@ -87,22 +87,23 @@ def changes_logits(sequence: Sequence) -> bool:
     """Whether any of these applies to the sequence's next token."""
     sampling = sequence.sampling
     return (
-        _masks_ends(sequence)
+        masks_ends(sequence)
         or sampling.grammar is not None
         or bool(sampling.logit_bias)
         or sampling.has_penalties
     )
 
 
-def _masks_ends(sequence: Sequence) -> bool:
+def masks_ends(sequence: Sequence) -> bool:
     """Whether it may not end yet, though there are tokens that would end it."""
-    return sequence.num_output_tokens < sequence.sampling.min_tokens and bool(stop_ids(sequence))
+    least = sequence.sampling.min_tokens
+    return least > 0 and sequence.num_output_tokens < least and bool(stop_ids(sequence))
 
 
 def _process_row(logits: torch.Tensor, sequence: Sequence) -> None:
     """Change one row [vocab_size] in place."""
     sampling = sequence.sampling
-    if _masks_ends(sequence):
+    if masks_ends(sequence):
         ids = [token_id for token_id in stop_ids(sequence) if token_id < len(logits)]
         logits[ids] = -math.inf
     if sampling.logit_bias:

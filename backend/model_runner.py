@@ -4,7 +4,6 @@ import logging
 from array import array
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -128,13 +127,13 @@ class ModelRunner:
     def _run_batch(self, scheduled: Batch, result: RunResult) -> None:
         rows = LogitsRows.of(scheduled)
         projected = None
+        likeliest = _takes_likeliest(scheduled)
         if self._ends is not None:
-            likeliest = _takes_likeliest(scheduled)
             projected = self._ends.project(scheduled, likeliest, self._spent_logits)
         if projected is not None:
             result.known_ends.update(item.sequence.seq_id for item in scheduled)
         else:
-            projected = self._compute(scheduled, rows, result)
+            projected = self._compute(scheduled, rows, likeliest, result)
         logits, token_ids = projected
         if logits is not None:
             self._keep_logits(logits)
@@ -146,8 +145,11 @@ class ModelRunner:
         elif logits is not None:
             self._sample(logits, rows, sequences, result)
 
-    def _compute(self, scheduled: Batch, rows: LogitsRows, result: RunResult) -> Projected:
-        """The forward pass, and what comes of it beside logits."""
+    def _compute(
+        self, scheduled: Batch, rows: LogitsRows, likeliest: bool, result: RunResult
+    ) -> Projected:
+        """The forward pass, and what comes of it beside logits. ``likeliest``: only the likeliest
+        tokens are wanted."""
         self._carry_out_owed()
         ended = [] if self._ends is None else self._ends.of_step(scheduled, rows)
         batch = build_forward_batch(
@@ -156,8 +158,9 @@ class ModelRunner:
             self._device,
             self._images,
             self._spent_logits,
-            may_choose=True,
+            chooses=likeliest,
             keeps_states=bool(ended),
+            rows=rows,
         )
         logits = self._model.forward(batch, self._kv_cache)
         projected = Projected.of(logits, batch.likeliest)
@@ -293,12 +296,13 @@ def _record_mass(result: RunResult, scheduled: Batch, block_mass: torch.Tensor) 
 
 def _takes_likeliest(scheduled: SequenceOf[ScheduledSequence]) -> bool:
     """Whether the step's logits serve to choose the likeliest tokens and nothing else."""
-    return all(
-        (takes_likeliest(item.sequence) or not item.samples)
-        and item.sequence.sampling.pooling is None
-        and not item.sequence.scores_prompt
-        for item in scheduled
-    )
+    for item in scheduled:
+        sequence = item.sequence
+        if item.samples and not takes_likeliest(sequence):
+            return False
+        if sequence.sampling.pooling is not None or sequence.scores_prompt:
+            return False
+    return True
 
 
 def _needs_mass(sequence: Sequence) -> bool:
@@ -317,40 +321,46 @@ def build_forward_batch(
     device: torch.device,
     images: ImageStore | None = None,
     spent_logits: torch.Tensor | None = None,
-    may_choose: bool = False,
+    chooses: bool = False,
     keeps_states: bool = False,
+    rows: LogitsRows | None = None,
 ) -> ForwardBatch:
-    """The flat batch of this step's tokens, sequence after sequence. ``may_choose``: where only the
-    likeliest tokens are wanted, the model may give those instead of its logits. ``keeps_states``:
-    what these are made of is wanted, too, as it is for whoever pools."""
+    """The flat batch of this step's tokens, sequence after sequence. ``chooses``: only the
+    likeliest tokens are wanted, and the model may give those instead of its logits.
+    ``keeps_states``: what these are made of is wanted, too, as it is for whoever pools. ``rows``:
+    the layout of the step's logits, if it is known."""
     sequences = [item.sequence for item in scheduled]
     ranges = [_token_range(item) for item in scheduled]
     indices = [_held_range(item) for item in scheduled]
-    query_lens = [item.num_tokens for item in scheduled]
-    input_ids = chain.from_iterable(
-        item.sequence.token_ids[positions.start : positions.stop]
-        for item, positions in zip(scheduled, ranges, strict=True)
-    )
+    input_ids, positions = array("q"), array("q")
+    for sequence, tokens in zip(sequences, ranges, strict=True):
+        if len(tokens) == 1:
+            input_ids.append(sequence.token_ids[tokens.start])
+            positions.append(tokens.start)
+        else:
+            input_ids.extend(sequence.token_ids[tokens.start : tokens.stop])
+            positions.extend(tokens)
     groups = tuple(
         _group_tables(tables, indices if idx == 0 else ranges, block_size, device)
         for idx, tables in enumerate(zip(*(s.block_tables for s in sequences), strict=True))
     )
+    rows = LogitsRows.of(scheduled) if rows is None else rows
     wants_states = keeps_states or any(s.sampling.pooling for s in sequences)
     block_mass = None
     if any(map(_needs_mass, sequences)):
         block_mass = torch.zeros_like(groups[0].block_tables)
 
     return ForwardBatch(
-        input_ids=_to_device(array("q", input_ids), device),
-        positions=_to_device(array("q", chain.from_iterable(ranges)), device),
+        input_ids=_to_device(input_ids, device),
+        positions=_to_device(positions, device),
         groups=groups,
-        query_lens=query_lens,
-        logits_indices=_to_device(array("q", LogitsRows.of(scheduled).batch_rows), device),
+        query_lens=[item.num_tokens for item in scheduled],
+        logits_indices=_to_device(array("q", rows.batch_rows), device),
         block_mass=block_mass,
         hidden=HiddenStates() if wants_states else None,
         soft_tokens=_soft_tokens(scheduled, images, device) if images is not None else None,
         spent_logits=spent_logits,
-        likeliest=LikeliestTokens() if may_choose and _takes_likeliest(scheduled) else None,
+        likeliest=LikeliestTokens() if chooses else None,
     )
 
 
@@ -413,7 +423,8 @@ def _to_device(values: "array[int]", device: torch.device) -> torch.Tensor:
     """int64, flat. Such arrays become tensors much faster than lists do."""
     if not values:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.frombuffer(values, dtype=torch.int64).to(device)
+    tensor = torch.frombuffer(values, dtype=torch.int64)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 def _token_range(item: ScheduledSequence) -> range:

@@ -18,7 +18,7 @@ import torch
 from shoal.backend.logits_processors import (
     NONE_ALLOWED,
     AllowedTokens,
-    changes_logits,
+    masks_ends,
     process_logits,
 )
 from shoal.backend.philox import NUM_RANDOM_BITS, random_bits
@@ -76,8 +76,7 @@ def sample(
 
 def takes_likeliest(sequence: Sequence) -> bool:
     """Whether the next token is that of the largest logit, of which nothing else is told."""
-    sampling = sequence.sampling
-    return sampling.greedy and sampling.logprobs is None and not changes_logits(sequence)
+    return sequence.only_likeliest and not masks_ends(sequence)
 
 
 def take_likeliest(token_ids: list[int]) -> list[SampledToken | SampleError]:

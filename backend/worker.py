@@ -148,10 +148,12 @@ class Worker:
 def _all_have_just_begun(outputs: list[StepOutput], status: WorkerStatus) -> bool:
     """Whether all that runs got its first token from this step, so that somebody waits for that
     and nobody for the next."""
-    num_going_on = sum(output.finish_reason is None for output in outputs)
-    if not outputs or status.num_waiting or status.num_running > num_going_on:
+    if not outputs or not all(
+        output.output_index == 0 and output.token is not None for output in outputs
+    ):
         return False
-    return all(output.output_index == 0 and output.token is not None for output in outputs)
+    num_going_on = sum(output.finish_reason is None for output in outputs)
+    return not status.num_waiting and status.num_running <= num_going_on
 
 
 class LoadReporter:

@@ -70,7 +70,7 @@ def measure(model: NativeDecoder, rounds: int) -> dict[str, list[float]]:
             sequence = Sequence(0, [7] * context, context, greedy, block_tables=[table])
             sequence.num_computed_tokens = context - 1
             batch = build_forward_batch(
-                [ScheduledSequence(sequence, 1)], BLOCK_SIZE, CPU, may_choose=True
+                [ScheduledSequence(sequence, 1)], BLOCK_SIZE, CPU, chooses=True
             )
             for name, cache in caches.items():
                 start = time.perf_counter()

@@ -142,7 +142,7 @@ def make_batch(
         sequence = Sequence(idx, token_ids, context, sampling, block_tables=[blocks])
         sequence.num_computed_tokens = context - new_tokens
         items.append(ScheduledSequence(sequence, new_tokens))
-    return build_forward_batch(items, BLOCK_SIZE, CPU, may_choose=is_greedy)
+    return build_forward_batch(items, BLOCK_SIZE, CPU, chooses=is_greedy)
 
 
 def step_rows(library: NativeLibrary, weights: Path, rounds: int) -> list[str]:

@@ -223,6 +223,11 @@ class KVCacheManager:
         for window in self.windows:
             window.drop_behind(sequence)
 
+    def has_slots(self, sequence: Sequence, num_new_tokens: int) -> bool:
+        """Whether the table holds the next tokens to compute as it is, as it mostly does."""
+        num_tokens = sequence.num_computed_tokens - sequence.num_evicted_tokens + num_new_tokens
+        return num_tokens <= len(sequence.block_tables[0]) * self.pool.block_size
+
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int) -> list[int] | None:
         """Extend the block table for the next tokens to compute.
 

@@ -1,6 +1,6 @@
 """What one engine step was asked to do, and what came of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.scheduler.return_cost import ReturnPlan, ReturnWay
 from shoal.scheduler.sampled_token import SampledToken as SampledToken
@@ -8,20 +8,20 @@ from shoal.scheduler.sequence import FinishReason, Sequence
 from shoal.scheduler.transfers import Transfer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, one would take three times as long to make
 class ScheduledSequence:
     """``num_tokens`` tokens of ``sequence``, from ``num_computed_tokens`` on, run in this step.
 
-    Blocks for them are already in the sequence's block table.
+    Blocks for them are already in the sequence's block table. ``samples``: the step reaches the
+    last known token, so that a next one must be sampled.
     """
 
     sequence: Sequence
     num_tokens: int
+    samples: bool = field(init=False)
 
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the last known token, so that a next one must be sampled."""
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
+    def __post_init__(self) -> None:
+        self.samples = self.num_tokens == self.sequence.num_uncomputed_tokens
 
     @property
     def only_lacks_logits(self) -> bool:
@@ -74,7 +74,7 @@ class SchedulerOutput:
         return sum(item.num_tokens == 1 for item in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, one would take three times as long to make
 class StepOutput:
     """What one sequence gained in one step: a token, a finish, or both.
 

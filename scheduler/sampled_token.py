@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen, one would take three times as long to make
 class SampledToken:
     """A sampled token; logprobs only when the sequence asked for them."""
 

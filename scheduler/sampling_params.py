@@ -102,6 +102,17 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    @property
+    def only_likeliest(self) -> bool:
+        """Whether nothing but the token of the largest logit is wanted, of logits as they are."""
+        return (
+            self.greedy
+            and self.logprobs is None
+            and self.grammar is None
+            and not self.logit_bias
+            and not self.has_penalties
+        )
+
     def for_choice(self, index: int) -> "SamplingParams":
         """Of one of the ``n`` choices. The first is what a request for one would get; the seeds of
         the others follow from its own."""

@@ -3,7 +3,7 @@
 from bisect import insort
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.scheduler.errors import context_exceeded
 from shoal.scheduler.fork_blocks import copy_last_block, fork_blocks
@@ -26,7 +26,6 @@ from shoal.scheduler.transfers import DeviceCopy, DiskResult
 from shoal.scheduler.victims import choose_victim
 
 _NONE_FAILED: Mapping[int, str] = {}
-_NO_TOKENS: Mapping[int, SampledToken] = {}
 _NONE_SCORED: Mapping[int, Mapping[int, SampledToken]] = {}
 _NONE_POOLED: Mapping[int, PooledStates] = {}
 _NO_MASS: Mapping[int, SequenceOf[int]] = {}
@@ -206,39 +205,38 @@ class Scheduler:
         scheduled again."""
         outputs = []
         for item in output.scheduled:
-            sequence = item.sequence
-            if sequence.is_finished or sequence.seq_id in deferred:  # or aborted meanwhile
+            sequence, seq_id = item.sequence, item.sequence.seq_id
+            if sequence.is_finished or seq_id in deferred:  # or aborted meanwhile
                 continue
-            if sequence.seq_id in failed:
-                outputs.append(self._fail(sequence, failed[sequence.seq_id]))
+            if seq_id in failed:
+                outputs.append(self._fail(sequence, failed[seq_id]))
                 continue
-            if sequence.seq_id in refused:
+            if seq_id in refused:
                 param = sequence.sampling.grammar_param
-                outputs.append(self._fail(sequence, refused[sequence.seq_id], param))
+                outputs.append(self._fail(sequence, refused[seq_id], param))
                 continue
-            samples = item.samples
             sequence.num_computed_tokens += item.num_tokens
-            if sequence.eviction is not None and sequence.seq_id in block_mass:
-                sequence.eviction.observe(block_mass[sequence.seq_id])
-            sequence.prompt_logprobs.update(scored.get(sequence.seq_id, _NO_TOKENS))
-            sequence.pooled = pooled.get(sequence.seq_id, sequence.pooled)
+            if seq_id in block_mass and sequence.eviction is not None:
+                sequence.eviction.observe(block_mass[seq_id])
+            if seq_id in scored:
+                sequence.prompt_logprobs.update(scored[seq_id])
+            if seq_id in pooled:
+                sequence.pooled = pooled[seq_id]
             if self._forks.has_held:
                 self._start_forks(sequence)
-            if samples:
-                if sequence.num_output_tokens == 0:
-                    self.kv.publish_prefix(sequence)  # the whole prompt is computed: share it
-                outputs.append(self._append(sequence, sampled[sequence.seq_id]))
+            if item.samples:
+                outputs.append(self._append(sequence, sampled[seq_id]))
         return outputs
 
     def note_duration(self, output: SchedulerOutput, seconds: float) -> None:
         """A step that was just run, and is not applied yet, took so long: what the lengths of later
         steps go by."""
+        prefills = [item for item in output.scheduled if item.num_tokens > 1]
         work = sum(
             item.num_tokens * self.pace.work_of_token(item.sequence.num_computed_tokens)
-            for item in output.scheduled
-            if item.num_tokens > 1
+            for item in prefills
         )
-        self.pace.note(output.num_decodes, work, seconds)
+        self.pace.note(len(output.scheduled) - len(prefills), work, seconds)
 
     @property
     def is_loading(self) -> bool:
@@ -344,7 +342,7 @@ class Scheduler:
         # Whose turn it is has waited for that already.
         have_waited = self._some_wait or len(members) < len(self._running)
         num_tokens = share_budget(members, whole_budget, self.pace, stretch, have_waited)
-        self._some_wait = some_wait(members, num_tokens)
+        self._some_wait = len(num_tokens) < len(members) and some_wait(members, num_tokens)
         return num_tokens
 
     def _take_turns(self, most: int) -> list[Sequence]:
@@ -360,8 +358,10 @@ class Scheduler:
         """Allocate blocks for ``num_tokens``; takes out of it what had to be preempted."""
         preemptions: list[Preemption] = []
         for sequence in tuple(self._running):
-            while sequence.seq_id in num_tokens:
-                if self.kv.allocate_slots(sequence, num_tokens[sequence.seq_id]) is not None:
+            while (count := num_tokens.get(sequence.seq_id)) is not None:
+                if self.kv.has_slots(sequence, count):
+                    break
+                if self.kv.allocate_slots(sequence, count) is not None:
                     break
                 victim = choose_victim(self._running, sequence, self.kv.return_plan)
                 num_tokens.pop(victim.seq_id, None)
@@ -380,33 +380,44 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
         output_index = sequence.num_output_tokens
-        scores, embedding = _take_scores(sequence), _take_embedding(sequence)
-        num_cached = sequence.num_cached_tokens
-        if sequence.sampling.max_tokens == 0:  # the prompt was all that was wanted
-            reason: FinishReason | None = FinishReason.LENGTH
-            output = StepOutput(
-                sequence.seq_id, 0, None, reason, num_cached, prompt_logprobs=scores
-            )
-        else:
-            sequence.token_ids.append(token.token_id)
-            reason = self._finish_reason(sequence, token.token_id)
-            output = StepOutput(
-                sequence.seq_id, output_index, token, reason, num_cached, prompt_logprobs=scores
-            )
+        if output_index == 0:
+            return self._append_first(sequence, token)
+        sequence.token_ids.append(token.token_id)
+        reason = self._finish_reason(sequence, token.token_id)
         if reason is not None:
             self._finish(sequence, reason)
-        return replace(output, embedding=embedding) if embedding else output
+        return StepOutput(sequence.seq_id, output_index, token, reason, sequence.num_cached_tokens)
+
+    def _append_first(self, sequence: Sequence, token: SampledToken) -> StepOutput:
+        """With it goes all that is wanted of the prompt, which is computed whole."""
+        self.kv.publish_prefix(sequence)
+        output = StepOutput(
+            sequence.seq_id,
+            0,
+            token,
+            num_cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=_take_scores(sequence),
+            embedding=_take_embedding(sequence),
+        )
+        if sequence.sampling.max_tokens == 0:  # the prompt was all that was wanted
+            output.token, output.finish_reason = None, FinishReason.LENGTH
+        else:
+            sequence.token_ids.append(token.token_id)
+            output.finish_reason = self._finish_reason(sequence, token.token_id)
+        if output.finish_reason is not None:
+            self._finish(sequence, output.finish_reason)
+        return output
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.sampling
-        if sequence.num_output_tokens >= sampling.min_tokens:
+        sampling, num_outputs = sequence.sampling, sequence.num_output_tokens
+        if num_outputs >= sampling.min_tokens:
             if token_id in sequence.eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP
             if token_id in sampling.stop_token_ids:
                 return FinishReason.STOP
-        if sampling.max_tokens is not None and sequence.num_output_tokens >= sampling.max_tokens:
+        if sampling.max_tokens is not None and num_outputs >= sampling.max_tokens:
             return FinishReason.LENGTH
-        if sequence.num_tokens >= self.config.max_model_len:
+        if len(sequence.token_ids) >= self.config.max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -448,7 +459,7 @@ def _arrival(sequence: Sequence) -> int:
 
 def _take_embedding(sequence: Sequence) -> tuple[float, ...]:
     """What was pooled of the prompt, with the first output."""
-    if sequence.pooled is None or sequence.num_output_tokens > 0:
+    if sequence.pooled is None:
         return ()
     values, count = sequence.pooled.values, sequence.pooled.num_tokens
     is_mean = sequence.sampling.pooling == "mean"

@@ -70,8 +70,10 @@ class Sequence:
     prompt_logprobs: dict[int, SampledToken] = field(default_factory=dict)  # by position
     pooled: PooledStates | None = None  # where an embedding is wanted
     images: tuple[ImageSpan, ...] = ()  # of the prompt, in order
+    only_likeliest: bool = field(init=False)  # as ``SamplingParams`` has it; asked in each step
 
     def __post_init__(self) -> None:
+        self.only_likeliest = self.sampling.only_likeliest
         assert 0 < self.num_prompt_tokens <= len(self.token_ids)
 
     @property
@@ -111,8 +113,10 @@ class Sequence:
     def num_runnable_tokens(self) -> int:
         """The uncomputed tokens that one step may compute: all that a lossy policy has room for."""
         num_tokens = len(self.token_ids) - self.num_computed_tokens
-        if self.sampling.prompt_logprobs is not None or self.sampling.pooling == "mean":
-            num_tokens = min(num_tokens, MAX_SCORED_TOKENS)
+        if num_tokens > MAX_SCORED_TOKENS and (
+            self.sampling.prompt_logprobs is not None or self.sampling.pooling == "mean"
+        ):
+            num_tokens = MAX_SCORED_TOKENS
         if self.eviction is None:
             return num_tokens
         return min(num_tokens, self.eviction.room(self.num_held_tokens))

@@ -35,8 +35,14 @@ def share_budget(
     decodes should not be held up: see ``_most_prefill``. Urgent prefills go first; beside them the
     others get a little where they had to wait in the step before (``have_waited``), else nothing.
     """
-    num_tokens = {s.seq_id: 1 for s in members if s.num_runnable_tokens == 1}
-    prefills = [s for s in members if s.num_runnable_tokens > 1]
+    num_tokens: dict[int, int] = {}
+    prefills: list[Sequence] = []
+    for sequence in members:
+        count = sequence.num_runnable_tokens
+        if count == 1:
+            num_tokens[sequence.seq_id] = 1
+        elif count > 1:
+            prefills.append(sequence)
     if not prefills:
         return num_tokens
     left = min(budget - len(num_tokens), _most_prefill(members, pace, decode_stretch))

@@ -25,6 +25,8 @@ def logits_memory(batch: ForwardBatch | KnownStates, vocab_size: int) -> torch.T
     """For float32 [num_samples, vocab_size]: the spent logits' memory if there is enough."""
     shape = (batch.num_samples, vocab_size)
     spent = batch.spent_logits
+    if spent is not None and spent.shape == shape:
+        return spent
     if spent is None or spent.numel() < shape[0] * vocab_size:
         return huge_empty(shape, torch.float32)
     return spent.flatten()[: shape[0] * vocab_size].view(shape)

@@ -119,12 +119,13 @@ def test_the_head_alone_gives_the_bits_of_the_whole_plan(
 ) -> None:
     model = make_model(tmp_path, native, *form, vocab_size=vocab_size)
     cache = make_cache(model)
-    items = [
-        ScheduledSequence(make_paged_sequence(random_ids(9 + idx, vocab_size, idx), [block]), 3)
+    sequences = [
+        make_paged_sequence(random_ids(9 + idx, vocab_size, idx), [block])
         for idx, block in enumerate(BLOCKS)
     ]
-    for item in items:  # all of three tokens
-        del item.sequence.token_ids[3:]
+    for sequence in sequences:  # all of three tokens
+        del sequence.token_ids[3:]
+    items = [ScheduledSequence(sequence, 3) for sequence in sequences]
     batch = build_forward_batch(items, BLOCK_SIZE, CPU, keeps_states=True)
     expected = model.forward(batch, cache)
     assert batch.hidden is not None
