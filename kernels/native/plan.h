@@ -347,11 +347,24 @@ class Plan : public PlanBase {
       case OpKind::kSelectNorm: {
         const bool select = OpKind(op.kind) == OpKind::kSelectNorm;
         const bool prepares = follows_with_rows(number);
-        each_row(select ? step.num_samples : num_rows, [&](int64_t i) {
-          rms_norm(row<float>(op.in, select ? step.logits_indices[i] : i),
-                   static_cast<const float*>(op.weight), op.scalar, shapes_[op.in].width,
-                   row<T>(op.out, i));
-          if (prepares) prepare(ops_[number + 1], i);
+        const int64_t count = select ? step.num_samples : num_rows;
+        // As many side by side as leave each thread some.
+        const int64_t threads = team.num_threads();
+        const int64_t most = std::clamp<int64_t>(count / threads, 1, kNormRows);
+        const int64_t num_tasks = tiles_of(count, most);
+        each_row(num_tasks, [&](int64_t task) {
+          const int64_t first = count * task / num_tasks, end = count * (task + 1) / num_tasks;
+          const float* rows[kNormRows];
+          float scales[kNormRows];
+          for (int64_t i = first; i < end; i++)
+            rows[i - first] = row<float>(op.in, select ? step.logits_indices[i] : i);
+          const int64_t width = shapes_[op.in].width;
+          norm_scales(rows, int(end - first), op.scalar, width, scales);
+          for (int64_t i = first; i < end; i++) {
+            scale_row(rows[i - first], scales[i - first], static_cast<const float*>(op.weight),
+                      width, row<T>(op.out, i));
+            if (prepares) prepare(ops_[number + 1], i);
+          }
         });
         break;
       }

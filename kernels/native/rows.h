@@ -22,23 +22,50 @@ void embed(const void* weight, bool packed, Format format, int64_t group, int64_
   read_column<T>(format, panel, token % kPanel, width, group, out);
 }
 
+// What rows are multiplied with for an RMS norm. Each row's squares are added one after another, and
+// those of up to kNormRows rows side by side: alone a row would wait for each addition.
+constexpr int kNormRows = 4;
+
+template <int kRows = kNormRows>
+void norm_scales(const float* const* rows, int num_rows, float eps, int64_t width, float* scales) {
+  if constexpr (kRows > 1)
+    if (num_rows < kRows) return norm_scales<kRows - 1>(rows, num_rows, eps, width, scales);
+  Vec sums[kRows] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; row++) {
+      const Vec x = load(rows[row] + i);
+      sums[row] = multiply_add(x, x, sums[row]);
+    }
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; row++) {
+    float sum = sum_lanes(sums[row]);
+    for (int64_t j = i; j < width; j++) sum += rows[row][j] * rows[row][j];
+    scales[row] = 1.0f / std::sqrt(sum / float(width) + eps);
+  }
+}
+
+// in * scale * weight, or without that where it is null.
+template <class T>
+void scale_row(const float* in, float scale, const float* weight, int64_t width, T* out) {
+  const auto scaled = [&](int64_t i) {
+    const Vec normed = load(in + i) * splat(scale);
+    return weight ? normed * load(weight + i) : normed;
+  };
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= width; i += 2 * kLanes)
+    store_rounded(scaled(i), scaled(i + kLanes), out + i);
+  for (; i + kLanes <= width; i += kLanes) store_rounded(scaled(i), out + i);
+  for (; i < width; i++) assign(out[i], weight ? in[i] * scale * weight[i] : in[i] * scale);
+}
+
 // Without a weight (null) the result is only normalised.
 template <class T>
 void rms_norm(const float* in, const float* weight, float eps, int64_t width, T* out) {
-  Vec sums{};
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) {
-    const Vec x = load(in + i);
-    sums = multiply_add(x, x, sums);
-  }
-  float sum = sum_lanes(sums);
-  for (; i < width; i++) sum += in[i] * in[i];
-  const float scale = 1.0f / std::sqrt(sum / float(width) + eps);
-  for (i = 0; i + kLanes <= width; i += kLanes) {
-    const Vec normed = load(in + i) * splat(scale);
-    store_rounded(weight ? normed * load(weight + i) : normed, out + i);
-  }
-  for (; i < width; i++) assign(out[i], weight ? in[i] * scale * weight[i] : in[i] * scale);
+  float scale;
+  norm_scales<1>(&in, 1, eps, width, &scale);
+  scale_row(in, scale, weight, width, out);
 }
 
 // `combine` of two rows, a vector at a time: all elements go the same way, the last ones too.

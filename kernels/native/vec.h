@@ -175,6 +175,22 @@ inline void store_rounded(Vec value, BFloat16* target) {
 #endif
 }
 
+// Twice kLanes values, likewise.
+inline void store_rounded(Vec low, Vec high, float* target) {
+  store(target, low);
+  store(target + kLanes, high);
+}
+
+inline void store_rounded(Vec low, Vec high, BFloat16* target) {
+#if defined(__AVX512BF16__)
+  const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  std::memcpy(target, &rounded, sizeof rounded);
+#else
+  store_rounded(low, target);
+  store_rounded(high, target + kLanes);
+#endif
+}
+
 // combine(i) gives kLanes values from column i on; all of `width` are stored, rounded.
 template <class Combine, class T>
 inline void store_each(int64_t width, T* out, Combine combine) {
