@@ -330,31 +330,33 @@ def build_forward_batch(
     ``keeps_states``: what these are made of is wanted, too, as it is for whoever pools. ``rows``:
     the layout of the step's logits, if it is known."""
     sequences = [item.sequence for item in scheduled]
-    ranges = [_token_range(item) for item in scheduled]
-    indices = [_held_range(item) for item in scheduled]
+    query_lens = [item.num_tokens for item in scheduled]
+    starts = [sequence.num_computed_tokens for sequence in sequences]
     input_ids, positions = array("q"), array("q")
-    for sequence, tokens in zip(sequences, ranges, strict=True):
-        if len(tokens) == 1:
-            input_ids.append(sequence.token_ids[tokens.start])
-            positions.append(tokens.start)
+    for sequence, start, count in zip(sequences, starts, query_lens, strict=True):
+        if count == 1:  # as most are
+            input_ids.append(sequence.token_ids[start])
+            positions.append(start)
         else:
-            input_ids.extend(sequence.token_ids[tokens.start : tokens.stop])
-            positions.extend(tokens)
+            input_ids.extend(sequence.token_ids[start : start + count])
+            positions.extend(range(start, start + count))
+    # The first group's table is compact where tokens were dropped from it.
+    held = [s.num_computed_tokens - s.num_evicted_tokens for s in sequences]
     groups = tuple(
-        _group_tables(tables, indices if idx == 0 else ranges, block_size, device)
+        _group_tables(tables, starts if idx else held, query_lens, block_size, device)
         for idx, tables in enumerate(zip(*(s.block_tables for s in sequences), strict=True))
     )
     rows = LogitsRows.of(scheduled) if rows is None else rows
-    wants_states = keeps_states or any(s.sampling.pooling for s in sequences)
+    wants_states = keeps_states or bool(rows.pooled)
     block_mass = None
-    if any(map(_needs_mass, sequences)):
+    if any(_needs_mass(s) for s in sequences if s.eviction is not None):
         block_mass = torch.zeros_like(groups[0].block_tables)
 
     return ForwardBatch(
         input_ids=_to_device(input_ids, device),
         positions=_to_device(positions, device),
         groups=groups,
-        query_lens=[item.num_tokens for item in scheduled],
+        query_lens=query_lens,
         logits_indices=_to_device(array("q", rows.batch_rows), device),
         block_mass=block_mass,
         hidden=HiddenStates() if wants_states else None,
@@ -399,13 +401,18 @@ def _can_be_shorter(item: ScheduledSequence) -> bool:
 
 
 def _group_tables(
-    tables: SequenceOf[list[int]], ranges: list[range], block_size: int, device: torch.device
+    tables: SequenceOf[list[int]],
+    starts: list[int],
+    query_lens: list[int],
+    block_size: int,
+    device: torch.device,
 ) -> GroupTables:
-    """``ranges`` are the cache indices of the step's tokens."""
+    """``starts``: the cache index of each sequence's first token of the step."""
+    stops = [start + count for start, count in zip(starts, query_lens, strict=True)]
     slots = [
         table[index // block_size] * block_size + index % block_size
-        for table, indices in zip(tables, ranges, strict=True)
-        for index in indices
+        for table, start, stop in zip(tables, starts, stops, strict=True)
+        for index in range(start, stop)
     ]
     width = max(map(len, tables))
     padded = array("q")
@@ -415,7 +422,7 @@ def _group_tables(
     return GroupTables(
         _to_device(array("q", slots), device),
         _to_device(padded, device).view(len(tables), width),
-        [indices.stop for indices in ranges],
+        stops,
     )
 
 
@@ -429,10 +436,4 @@ def _to_device(values: "array[int]", device: torch.device) -> torch.Tensor:
 
 def _token_range(item: ScheduledSequence) -> range:
     start = item.sequence.num_computed_tokens
-    return range(start, start + item.num_tokens)
-
-
-def _held_range(item: ScheduledSequence) -> range:
-    """As the token range, by index in the compact table of the first group."""
-    start = item.sequence.num_held_tokens
     return range(start, start + item.num_tokens)

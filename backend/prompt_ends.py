@@ -185,7 +185,11 @@ class KnownEnds:
         """Whose prompts end in a step so that it is worth keeping, and their rows of its logits."""
         sampled = [item.sequence for item in scheduled if item.samples]
         pairs = zip(sampled, rows.sampled, strict=True)
-        return [(sequence, row) for sequence, row in pairs if PromptEnds.wants(sequence)]
+        return [
+            (sequence, row)
+            for sequence, row in pairs
+            if len(sequence.token_ids) == sequence.num_prompt_tokens and PromptEnds.wants(sequence)
+        ]
 
     def keep(
         self, ended: list[tuple[Sequence, int]], states: torch.Tensor, projected: Projected
