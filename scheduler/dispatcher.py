@@ -251,16 +251,16 @@ class Dispatcher:
         num_tokens = 0  # prompts count when they gave a first token
         for output in outputs:
             sequence = self._sequences.get(output.seq_id)
-            if sequence is not None and worker_id in (
-                sequence.worker_id,
-                sequence.preempted_from,
-            ):
-                num_before = sequence.num_output_tokens
-                delivery = self._take(worker, sequence, output, now)
-                if sequence.num_output_tokens > num_before:
-                    num_tokens += 1 if num_before else 1 + sequence.num_prompt_tokens
-                if delivery is not None:
-                    deliveries.append(delivery)
+            if sequence is None:
+                continue
+            if worker_id not in (sequence.worker_id, sequence.preempted_from):
+                continue
+            delivery = self._take(worker, sequence, output, now)
+            if delivery is None:
+                continue
+            deliveries.append(delivery)
+            if delivery.token is not None:
+                num_tokens += 1 if output.output_index else 1 + sequence.num_prompt_tokens
         self._admission.drain_meter.note_tokens(num_tokens, is_saturated, now)
         return deliveries
 
@@ -325,10 +325,10 @@ class Dispatcher:
         self, worker: WorkerLedger, sequence: DispatchedSequence, output: StepOutput, now: float
     ) -> Delivery | None:
         token = output.token
-        if token is not None and output.output_index > sequence.num_output_tokens:
-            # A token between was lost, which the link excludes: better an error than a wrong text.
-            return self._fail_and_abort(sequence, refusals.internal("The output has a gap."))
-        if token is not None and output.output_index < sequence.num_output_tokens:
+        if token is not None and output.output_index != (known := sequence.num_output_tokens):
+            if output.output_index > known:
+                # One between was lost, which the link excludes: better an error than a wrong text.
+                return self._fail_and_abort(sequence, refusals.internal("The output has a gap."))
             token = None
         if token is not None:
             sequence.token_ids.append(token.token_id)
@@ -388,7 +388,7 @@ class Dispatcher:
             self._admission.grow(sequence)
         else:
             worker.grow(sequence)
-        cached = output.num_cached_tokens if sequence.num_output_tokens == 1 else 0
+        cached = 0 if output.output_index else output.num_cached_tokens
         self._policy.charge(sequence.ticket, decode_tokens=1, cached_tokens=cached)
 
     def _preempt_for(self, sequence: DispatchedSequence, now: float) -> WorkerLedger | None:

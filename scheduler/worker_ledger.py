@@ -23,7 +23,7 @@ class WorkerCapacity:
 
     def num_blocks_for_next(self, sequence: DispatchedSequence) -> int:
         """Blocks of a sequence's known tokens and one more, within its own KV budget."""
-        num_blocks = num_blocks_for(sequence.num_tokens + 1, self.block_size)
+        num_blocks = num_blocks_for(len(sequence.token_ids) + 1, self.block_size)
         kv_budget = sequence.sampling.kv_budget
         if kv_budget is None:
             return num_blocks
