@@ -121,6 +121,7 @@ inline AttentionWork attention_work(const Batch& batch, const AttentionShape& sh
   int64_t row = 0, total = 0;
   for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
     const int64_t count = batch.query_lens[seq];
+    if (count == 0) continue;  // of rows that are sampled a sequence may have none
     const int64_t start = batch.context_lens[seq] - count;
     const int64_t together =
         may_share ? std::clamp<int64_t>(kTaskRows / (std::min(most, count) * group), 1, num_kv_heads)

@@ -3,7 +3,7 @@
 import native_attention
 import pytest
 import torch
-from attention_context import MIXED, TOLERANCE, Context
+from attention_context import MIXED, TOLERANCE, Context, num_threads
 
 from shoal.kernels.native_library import NativeLibrary
 
@@ -107,3 +107,14 @@ def test_large_scores_do_not_overflow(native: NativeLibrary, dtype: torch.dtype)
     torch.testing.assert_close(
         out.float(), context.reference((0, 0, 150)), **TOLERANCE[torch.bfloat16]
     )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_sequences_without_queries(native: NativeLibrary, dtype: torch.dtype, count: int) -> None:
+    """As where only sampled rows go on; with so many sequences heads share tasks."""
+    context = Context([70, 20, 65, 3] * 3, dtype)
+    ranges = [(idx, length - idx % 3, length) for idx, length in enumerate(context.lengths)]
+    with num_threads(count):
+        out = context.native(native, *ranges)
+        alone = [context.native(native, part) for part in ranges if part[1] < part[2]]
+    assert torch.equal(out, torch.cat(alone))
