@@ -104,8 +104,11 @@ class QuantizedWeight(ABC):
 
 
 Weight = torch.Tensor | QuantizedWeight
-STATE_GROUP = 64  # features of a token's states that share a scale, where states are quantised
+# Features of a token's states that share a scale, where states are quantised.
+STATE_GROUP = 64  # for weights of 4 bits, at most
+INT8_STATE_GROUP = 32
 TINY = 1e-30  # groups of states that reach no higher are zero in 8 bits
+HUGE = 2.0**110  # those that reach this are not finite
 
 
 def join(weights: Sequence[Weight]) -> Weight:
@@ -132,7 +135,7 @@ def dense(weight: Weight) -> torch.Tensor:
 class Int8Weight(QuantizedWeight):
     """Signed bytes with one scale an output feature.
 
-    The states are quantised as they come, each token's in groups of 64 features by their own
+    The states are quantised as they come, each token's in groups of 32 features by their own
     largest magnitude, so that one outlier costs only its neighbours their precision. The sums of a
     group are whole numbers: exact, in whatever order.
     """
@@ -149,10 +152,11 @@ class Int8Weight(QuantizedWeight):
         return (self.values * self.scales[:, None]).to(self.dtype)
 
     def linear(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        quantized, scales = quantize_tokens(states.reshape(-1, self.in_features))
+        rows = states.reshape(-1, self.in_features)
+        quantized, scales = quantize_tokens(rows, INT8_STATE_GROUP)
         out = torch.zeros(len(quantized), self.out_features, device=states.device)
         for group, scale in enumerate(scales.split(1, dim=1)):
-            columns = slice(group * STATE_GROUP, (group + 1) * STATE_GROUP)
+            columns = slice(group * INT8_STATE_GROUP, (group + 1) * INT8_STATE_GROUP)
             sums = int8_product(quantized[:, columns], self.values[:, columns])
             out = out + sums * scale
         out = out * self.scales
@@ -256,18 +260,21 @@ def quantize_tokens(
     states: torch.Tensor, group_size: int = STATE_GROUP
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's groups of ``group_size`` by their own largest magnitudes: int8 like ``states``,
-    and float32 scales [rows, groups].
+    and float32 scales [rows, groups]: the least powers of two of which 127 reach that magnitude.
 
-    A group with a NaN or an infinity has scale NaN, which makes all its row's products NaN.
+    A group with a NaN, an infinity or a magnitude of 2^110 has scale NaN, which makes all its row's
+    products NaN.
     """
     rows, columns = states.shape
     padded = functional.pad(states.float(), (0, -columns % group_size))
     groups = padded.view(rows, -1, group_size)
     highest = groups.abs().amax(-1)
-    scales = torch.where(highest.isfinite(), highest / 127.0, torch.nan)
-    # One rounding: torch would multiply a number over a tensor by the reciprocal.
-    inverse = torch.where(highest > TINY, torch.full_like(highest, 127.0) / highest, 0.0)
-    steps = (groups * inverse[..., None]).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127)
+    # 127 scales are 127 / 64 of the power of two that is a scale's 64-fold.
+    bits = (highest.view(torch.int32) + 0x1FFFF) & 0x7F800000
+    is_some = (highest > TINY) & (highest < HUGE)
+    scales = torch.where(is_some, bits.view(torch.float32) / 64.0, 1.0)
+    steps = torch.where(is_some[..., None], groups / scales[..., None], 0.0).round()
+    scales = torch.where(highest < HUGE, scales, torch.nan)
     return steps.to(torch.int8).flatten(1)[:, :columns], scales
 
 

@@ -6,7 +6,7 @@
 // points, that of the even group low.
 // A word of values: k = j lies in the low half of byte j, k = 4 + j in the high half.
 // A prepared row: the states in the order of the columns, k padded to 8 with zeros, then at the end
-// of the row a StateGroup for each of `int4_state_group`.
+// of the row a StateGroup for each of `int4_state_group`, and room for one.
 #pragma once
 
 #include <numeric>
@@ -24,8 +24,7 @@ inline int64_t int4_state_group(int64_t k, int64_t group) {
   return group >= k ? kStateGroup : std::gcd(kStateGroup, group);
 }
 
-// Whether all groups of states have kGroupOctets.
-constexpr int kGroupOctets = kStateGroup / 8;
+// Whether all groups of states have kStateGroup.
 inline bool has_whole_groups(int64_t k, int64_t group) {
   return k % kStateGroup == 0 && int4_state_group(k, group) == kStateGroup;
 }
@@ -39,7 +38,7 @@ inline int64_t int4_panel_bytes(int64_t k, int64_t group, bool is_short) {
 }
 
 inline int64_t int4_tail_bytes(int64_t k, int64_t group) {
-  return num_groups(k, int4_state_group(k, group)) * int64_t(sizeof(StateGroup));
+  return tail_bytes(num_groups(k, int4_state_group(k, group)));
 }
 
 inline int64_t int4_row_bytes(int64_t k, int64_t group) {
@@ -71,63 +70,127 @@ struct Int4Heads {
   alignas(64) int32_t zeros[kPanel];
 
   void read(const char* panel, int64_t groups, int64_t group, bool is_short) {
-    if (!is_short) {
-      for (int v = 0; v < kVecs; v++) {
-        const IntVec head = load_int(panel + (group * kVecs + v) * sizeof(IntVec));
-        store(scales + v * kLanes, (Vec)(head & ~255));
-        store_int(zeros + v * kLanes, head & 255);
-      }
-      return;
-    }
+    read_scales(panel, groups, group, is_short);
+    read_zeros(panel, groups, group, is_short);
+  }
+
+  void read_scales(const char* panel, int64_t, int64_t group, bool is_short) {
+    const auto* bits = reinterpret_cast<const BFloat16*>(panel) + group * kPanel;
+    for (int i = 0; i < kPanel; i += kLanes)
+      store(scales + i, is_short ? load_wide(bits + i) : (Vec)(long_head(panel, group, i) & ~255));
+  }
+
+  void read_zeros(const char* panel, int64_t groups, int64_t group, bool is_short) {
     const char* pairs = panel + 2 * kPanel * groups + group / 2 * kPanel;
-    for (int i = 0; i < kPanel; i += kLanes) {
-      const auto* bits = reinterpret_cast<const BFloat16*>(panel) + group * kPanel + i;
-      store(scales + i, load_wide(bits));
-      const IntVec pair = widen(reinterpret_cast<const uint8_t*>(pairs) + i);
-      store_int(zeros + i, pair >> (group % 2 * 4) & 15);
-    }
+    for (int i = 0; i < kPanel; i += kLanes)
+      store_int(zeros + i,
+                is_short
+                    ? widen(reinterpret_cast<const uint8_t*>(pairs) + i) >> (group % 2 * 4) & 15
+                    : long_head(panel, group, i) & 255);
+  }
+
+  static IntVec long_head(const char* panel, int64_t group, int64_t column) {
+    return load_int(panel + (group * kPanel + column) * sizeof(int32_t));
   }
 };
 
-// A group of kOctets, or of `num_octets` where that is 0.
-template <int kRows, int kOctets>
-__attribute__((always_inline)) inline void int4_group(const char* a, int64_t a_stride,
-                                                      const char* words, int64_t num_octets,
-                                                      IntVec (&sums)[kRows][kVecs]) {
-#pragma GCC unroll 8
-  for (int64_t octet = 0; octet < (kOctets ? kOctets : num_octets); octet++) {
-    const char* source = words + octet * 4 * kPanel;
-    IntVec low[kVecs], high[kVecs];
-    for (int v = 0; v < kVecs; v++) low[v] = load_int(source + v * sizeof(IntVec)) & 0x0f0f0f0f;
-    add_quad<kRows>(a, a_stride, 2 * octet, low, sums);
-    for (int v = 0; v < kVecs; v++) high[v] = (load_int(source + v * sizeof(IntVec)) >> 4) & 0x0f0f0f0f;
-    add_quad<kRows>(a, a_stride, 2 * octet + 1, high, sums);
+// The words of an octet as quads.
+__attribute__((always_inline)) inline void read_octet(const char* words, IntVec (&low)[kVecs],
+                                                      IntVec (&high)[kVecs]) {
+  for (int v = 0; v < kVecs; v++) {
+    const IntVec word = load_int(words + v * sizeof(IntVec));
+    low[v] = word & 0x0f0f0f0f;
+    high[v] = (word >> 4) & 0x0f0f0f0f;
   }
 }
 
-// kOctets: what all groups of states have, or 0 where they differ.
-template <int kRows, int kOctets>
+// As int8_group, of kOctets or of `num_octets`.
+template <int kRows, int kOctets, class End>
+__attribute__((always_inline)) inline void int4_group(const char* a, const RowsAt<kRows>& rows,
+                                                      const char* words, int64_t num_octets,
+                                                      IntVec (&sums)[kRows][kVecs],
+                                                      const End& end) {
+  const auto add = [&](int64_t octet, const auto& then) __attribute__((always_inline)) {
+    IntVec low[kVecs], high[kVecs];
+    read_octet(words + octet * 4 * kPanel, low, high);
+    add_quad<kRows>(a, rows, 2 * octet, low, sums);
+    add_quad<kRows>(a, rows, 2 * octet + 1, high, sums, then);
+  };
+  if constexpr (kOctets > 0) {
+#pragma GCC unroll 8
+    for (int64_t octet = 0; octet < kOctets - 1; octet++) add(octet, NothingElse{});
+    add(kOctets - 1, end);
+  } else {
+    for (int64_t octet = 0; octet < num_octets - 1; octet++) add(octet, NothingElse{});
+    add(num_octets - 1, end);
+  }
+}
+
+// A row's sums begin with its offset times the columns' zero points, of which short heads have 16
+// kinds: looked up rather than multiplied, which would hold up the products.
+template <bool kShort>
+__attribute__((always_inline)) inline void int4_begin(const char* states, const int32_t* zeros,
+                                                      IntVec (&sums)[kVecs]) {
+  const IntVec base = base_bits(states), offset = splat_offset(states);
+#if defined(__AVX512F__)
+  if constexpr (kShort) {
+    alignas(64) static constexpr int32_t kKinds[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                           8, 9, 10, 11, 12, 13, 14, 15};
+    const IntVec begins = base + offset * load_int(read_anew(kKinds));
+    const int32_t* at = read_anew(zeros);
+    for (int v = 0; v < kVecs; v++)
+      sums[v] = (IntVec)_mm512_permutexvar_epi32((__m512i)load_int(at + v * kLanes),
+                                                 (__m512i)begins);
+    return;
+  }
+#endif
+  for (int v = 0; v < kVecs; v++) sums[v] = base + offset * load_int(zeros + v * kLanes);
+}
+
+__attribute__((always_inline)) inline void int4_end(const char* states, const float* scales,
+                                                    const IntVec (&sums)[kVecs],
+                                                    Vec (&totals)[kVecs]) {
+  const float* at = read_anew(scales);
+  for (int v = 0; v < kVecs; v++)
+    totals[v] = multiply_add(scaled(states, sums[v]), load(at + v * kLanes), totals[v]);
+}
+
+// kWhole: has_whole_groups.
+template <int kRows, bool kShort, bool kWhole>
 __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const char* panel,
-                                         int64_t k, int64_t group, bool is_short, float* out,
+                                         int64_t k, int64_t group, float* out,
                                          const Ahead& ahead) {
-  const int64_t groups = num_groups(k, group), width = int4_state_group(k, group);
-  const char* words = panel + int4_head_bytes(groups, is_short);
+  const int64_t groups = num_groups(k, group);
+  const int64_t width = kWhole ? kStateGroup : int4_state_group(k, group);
+  const char* words = panel + int4_head_bytes(groups, kShort);
   const char* states = a + a_stride - int4_tail_bytes(k, group);
   Int4Heads heads;
+  heads.read(panel, groups, 0, kShort);
+  const RowsAt<kRows> rows(a_stride);
   Vec totals[kRows][kVecs] = {};
-  int64_t next_head = 0, g = 0, step = 0;
-  for (int64_t first = 0; first < k; first += width, states += sizeof(StateGroup)) {
-    if (first == next_head) {
-      heads.read(panel, groups, g++, is_short);
+  IntVec sums[kRows][kVecs];
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; row++)
+    int4_begin<kShort>(states + rows.at[row], heads.zeros, sums[row]);
+  int64_t next_head = group, g = 0;
+  for (int64_t first = 0, step = 0; first < k; first += width, step++) {
+    const int64_t num_octets = (std::min(width, k - first) + 7) / 8;
+    const bool is_other_head = first + width == next_head && next_head < k;
+    ahead.fetch_lines(step);
+    if (is_other_head) heads.read_zeros(panel, groups, ++g, kShort);
+    const auto end = [&](int row) __attribute__((always_inline)) {
+      const char* of_row = states + rows.at[row];
+      int4_end(of_row, heads.scales, sums[row], totals[row]);
+      int4_begin<kShort>(of_row + sizeof(StateGroup), heads.zeros, sums[row]);
+    };
+    int4_group<kRows, kWhole ? kStateGroup / 8 : 0>(a, rows, words, num_octets, sums, end);
+    if (is_other_head) {
+      heads.read_scales(panel, groups, g, kShort);
       next_head += group;
     }
-    IntVec sums[kRows][kVecs];
-    begin_group<kRows>(states, a_stride, heads.zeros, sums);
-    const char* source = words + first / 8 * 4 * kPanel;
-    const int64_t num_octets = (std::min(width, k - first) + 7) / 8;
-    ahead.fetch_lines(step++);
-    int4_group<kRows, kOctets>(a + first, a_stride, source, num_octets, sums);
-    end_group<kRows>(states, a_stride, heads.scales, sums, totals);
+    states += sizeof(StateGroup);
+    a += width;
+    words += width / 8 * 4 * kPanel;
   }
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
@@ -175,27 +238,36 @@ struct Int4Unpacked {
 };
 
 // As int4_rows, to the bit: the whole sums are the same.
-template <int kRows, int kOctets>
+template <int kRows, bool kWhole>
 __attribute__((noinline)) void unpacked_rows(const char* a, int64_t a_stride,
                                              const Int4Unpacked& panel, int64_t k, int64_t group,
                                              float* out, const Ahead& ahead) {
-  const int64_t width = int4_state_group(k, group);
+  const int64_t width = kWhole ? kStateGroup : int4_state_group(k, group);
   const char* states = a + a_stride - int4_tail_bytes(k, group);
   const float(*scales)[kPanel] = panel.scales;
+  const RowsAt<kRows> rows(a_stride);
   Vec totals[kRows][kVecs] = {};
-  int64_t next_head = group, step = 0;
-  for (int64_t first = 0; first < k; first += width, states += sizeof(StateGroup)) {
-    if (first == next_head) {
+  IntVec sums[kRows][kVecs];
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; row++) begin_group<128>(states + rows.at[row], sums[row]);
+  const char* values = panel.values;
+  int64_t next_head = group;
+  for (int64_t first = 0, step = 0; first < k; first += width, step++) {
+    const int64_t num_quads = (std::min(width, k - first) + 3) / 4;
+    ahead.fetch_lines(step);
+    const auto end = [&](int row) __attribute__((always_inline)) {
+      const char* of_row = states + rows.at[row];
+      int4_end(of_row, *scales, sums[row], totals[row]);
+      begin_group<128>(of_row + sizeof(StateGroup), sums[row]);
+    };
+    int8_group<kRows, kWhole ? kStateGroup / 4 : 0>(a, rows, values, num_quads, sums, end);
+    states += sizeof(StateGroup);
+    a += width;
+    values += width * kPanel;
+    if (first + width == next_head) {
       scales++;
       next_head += group;
     }
-    IntVec sums[kRows][kVecs];
-    begin_group<kRows, 128>(states, a_stride, nullptr, sums);
-    const char* source = panel.values + first * kPanel;
-    const int64_t num_quads = (std::min(width, k - first) + 3) / 4;
-    ahead.fetch_lines(step++);
-    int8_group<kRows, 2 * kOctets>(a + first, a_stride, source, num_quads, sums);
-    end_group<kRows>(states, a_stride, *scales, sums, totals);
   }
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)

@@ -2,7 +2,8 @@
 //
 // A row is prepared once for all panels of a product: its states in groups of neighbours, each by
 // its own largest magnitude, so that one outlier costs only its neighbours their precision. The
-// sums over a group are whole numbers, exact in whatever order.
+// sums over a group are whole numbers, exact in whatever order. A row's group ends, and its next one
+// begins, while the other rows' last products go on: all at once, they would hold up the products.
 #pragma once
 
 #include <algorithm>
@@ -23,12 +24,34 @@ constexpr int kStateRows = 6;
 constexpr int kStateRows = kTileRows;
 #endif
 
+// Scales are powers of two. A whole number below 2^22 that is added to the bits of `base`, 1.5 * 2^23
+// scales, adds as many scales to it: exactly, and without a product.
 struct StateGroup {
-  float scale;
+  float base;      // NaN where a state is not finite, or 2^110 or more
   int32_t offset;  // what the sums begin with, as the weights are unsigned
 };
 
+// Scales by a group's largest magnitude: 1/64 of the power of two at or above it, or of half that power
+// where 127 scales still reach it. Floats by their bits.
+constexpr int32_t kHugeState = 237 << 23;       // 2^110: bases stay finite below
+constexpr int32_t kAbove = 0x1ffff;             // 127 / 64 is the last that is cut to 1
+constexpr int32_t kInverse = (254 + 6) << 23;   // less the power's bits: 64 / power
+constexpr int32_t kBase = (17 << 23) | 1 << 22;  // more than the power's bits: 1.5 * 2^23 / 64 powers
+
+inline int32_t power_above(int32_t bits) { return (bits + kAbove) & 0x7f800000; }
+
+inline float from_bits(int32_t bits) {
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// Of a row's groups and one more, which is read when the last one ends but means nothing.
+inline int64_t tail_bytes(int64_t num_groups) {
+  return (num_groups + 1) * int64_t(sizeof(StateGroup));
+}
 
 typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 
@@ -73,13 +96,13 @@ StateGroup quantize_states(const T* in, const int64_t* columns, int64_t count, i
     most = magnitude > most ? magnitude : most;
   }
   const int32_t highest_bits = max_lanes(most);
-  float highest;
-  std::memcpy(&highest, &highest_bits, sizeof highest);
-  if (highest_bits >= 0x7f800000) {
+  const float highest = from_bits(highest_bits);
+  if (highest_bits >= kHugeState) {
     std::fill_n(out, count, int8_t(0));
     return {std::nanf(""), 0};
   }
-  const float inverse = highest > kTinyState ? 127.0f / highest : 0.0f;
+  const int32_t power = power_above(highest_bits);
+  const float inverse = highest > kTinyState ? from_bits(kInverse - power) : 0.0f;
   for (int i = 0; i < kNumVecs; i++) {
     // Adding 1.5 * 2^23 rounds to the nearest whole number, ties to even.
     const Vec magic = splat(12582912.0f);
@@ -93,7 +116,7 @@ StateGroup quantize_states(const T* in, const int64_t* columns, int64_t count, i
     std::memcpy(out, bytes, kStateGroup);
   else
     std::memcpy(out, bytes, count);
-  return {highest / 127.0f, sum_lanes(sums)};
+  return {from_bits(power + kBase), sum_lanes(sums)};
 }
 
 inline IntVec load_int(const void* source) {
@@ -160,13 +183,13 @@ inline __m128i combine_lanes(const __m512i (&parts)[4], Combine combine) {
 template <int kCount, int kWidth>
 __attribute__((always_inline)) inline void quantize_groups(GroupsAt<BFloat16> at,
                                                            int32_t factor) {
-  constexpr int kParts = kWidth / 64;
+  constexpr int kParts = (kWidth + 63) / 64;
   const __m512i high_halves = _mm512_set1_epi32(int32_t(0xffff0000u));
   __m512i most[4] = {}, sums[4] = {};
 #pragma GCC unroll 4
   for (int group = 0; group < kCount; group++)
 #pragma GCC unroll 4
-    for (int part = 0; part < 2 * kParts; part++) {
+    for (int part = 0; part < kWidth / 32; part++) {
       const __m512i both = _mm512_loadu_si512(at.in + group * at.in_stride + part * 32);
       const __m512i magnitudes = _mm512_and_si512(both, _mm512_set1_epi16(0x7fff));
       most[group] = part ? _mm512_max_epu16(most[group], magnitudes) : magnitudes;
@@ -175,12 +198,15 @@ __attribute__((always_inline)) inline void quantize_groups(GroupsAt<BFloat16> at
       combine_lanes(most, [](__m512i a, __m512i b) { return _mm512_max_epu16(a, b); });
   const __m128i bits = _mm_max_epu32(_mm_slli_epi32(pairs, 16),
                                      _mm_and_si128(pairs, _mm_set1_epi32(int32_t(0xffff0000u))));
-  const __m128 highest = _mm_castsi128_ps(bits), most_steps = _mm_set1_ps(127.0f);
-  const __mmask8 finite = _mm_cmplt_epi32_mask(bits, _mm_set1_epi32(0x7f800000));
-  const __mmask8 divides =
-      _mm_mask_cmp_ps_mask(finite, highest, _mm_set1_ps(kTinyState), _CMP_GT_OQ);
-  const __m128 inverse = _mm_maskz_div_ps(divides, most_steps, highest);
-  const __m128 scale = _mm_mask_div_ps(_mm_set1_ps(std::nanf("")), finite, highest, most_steps);
+  const __mmask8 finite = _mm_cmplt_epi32_mask(bits, _mm_set1_epi32(kHugeState));
+  const __mmask8 some = _mm_mask_cmp_ps_mask(finite, _mm_castsi128_ps(bits),
+                                             _mm_set1_ps(kTinyState), _CMP_GT_OQ);
+  const __m128i power =
+      _mm_and_si128(_mm_add_epi32(bits, _mm_set1_epi32(kAbove)), _mm_set1_epi32(0x7f800000));
+  const __m128 inverse =
+      _mm_castsi128_ps(_mm_maskz_sub_epi32(some, _mm_set1_epi32(kInverse), power));
+  const __m128i base =
+      _mm_mask_add_epi32(_mm_set1_epi32(0x7fc00000), finite, power, _mm_set1_epi32(kBase));
   // To the nearest whole number, ties to even.
   const auto steps = [](__m512i states, __m512 times) {
     return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(states), times));
@@ -197,13 +223,18 @@ __attribute__((always_inline)) inline void quantize_groups(GroupsAt<BFloat16> at
         return _mm512_packs_epi32(steps(_mm512_slli_epi32(both, 16), times),
                                   steps(_mm512_and_si512(both, high_halves), times));
       };
-      const __m512i mixed = _mm512_packs_epi16(words(in), words(in + 32));
+      const __m512i mixed =
+          _mm512_packs_epi16(words(in), kWidth > 32 ? words(in + 32) : __m512i{});
       const __m512i quarters = _mm512_shuffle_epi8(
           mixed, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14,
                                                       11, 15)));
       const __m512i bytes = _mm512_permutexvar_epi64(
           _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), quarters);
-      _mm512_storeu_si512(at.out + group * at.out_stride + part * 64, bytes);
+      int8_t* out = at.out + group * at.out_stride + part * 64;
+      if (kWidth > 32)
+        _mm512_storeu_si512(out, bytes);
+      else
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_castsi512_si256(bytes));
       const IntVec ones = IntVec{} + 0x01010101;
       sums[group] = (__m512i)quad_multiply_add(ones, (IntVec)bytes, (IntVec)sums[group]);
     }
@@ -211,8 +242,8 @@ __attribute__((always_inline)) inline void quantize_groups(GroupsAt<BFloat16> at
   const __m128i sum =
       combine_lanes(sums, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
   const __m128i offset = _mm_mullo_epi32(sum, _mm_set1_epi32(factor));
-  const __m128i pairs_of[2] = {_mm_unpacklo_epi32(_mm_castps_si128(scale), offset),
-                               _mm_unpackhi_epi32(_mm_castps_si128(scale), offset)};
+  const __m128i pairs_of[2] = {_mm_unpacklo_epi32(base, offset),
+                               _mm_unpackhi_epi32(base, offset)};
 #pragma GCC unroll 4
   for (int group = 0; group < kCount; group++) {
     char* tail = at.tail + group * at.tail_stride;
@@ -252,8 +283,8 @@ template <class T>
 void quantize_all(const GroupsAt<T>& groups, int64_t num_groups, int64_t width, int32_t factor) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   if constexpr (std::is_same_v<T, BFloat16>) {
+    if (width == 32) return quantize_fours<32>(groups, num_groups, factor);
     if (width == 64) return quantize_fours<64>(groups, num_groups, factor);
-    if (width == 128) return quantize_fours<128>(groups, num_groups, factor);
   }
 #endif
   GroupsAt<T> at = groups;
@@ -283,55 +314,69 @@ void quantize_row(const T* in, const int64_t* columns, int64_t k, int64_t width,
   }
 }
 
-// sums += a quad of each row's states, `quad` quads behind `a`, times 32 columns' weights.
+// How far behind the first one each row of a tile begins. The compiler is not to know how: a pointer a
+// row, of the states and of their groups, is more than x86 has registers for.
 template <int kRows>
-__attribute__((always_inline)) inline void add_quad(const char* a, int64_t a_stride, int64_t quad,
+struct RowsAt {
+  int64_t at[kRows];
+
+  explicit RowsAt(int64_t stride) {
+    for (int row = 0; row < kRows; row++) {
+      at[row] = row * stride;
+      if (row) asm("" : "+r"(at[row]));
+    }
+  }
+};
+
+struct NothingElse {
+  void operator()(int) const {}
+};
+
+// sums += a quad of each row's states, `quad` quads behind `a`, times 32 columns' weights; then
+// end(row).
+template <int kRows, class End = NothingElse>
+__attribute__((always_inline)) inline void add_quad(const char* a, const RowsAt<kRows>& rows,
+                                                    int64_t quad,
                                                     const IntVec (&weights)[kVecs],
-                                                    IntVec (&sums)[kRows][kVecs]) {
+                                                    IntVec (&sums)[kRows][kVecs],
+                                                    const End& end = {}) {
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++) {
     int32_t four;
-    std::memcpy(&four, a + row * a_stride + 4 * quad, sizeof four);
+    std::memcpy(&four, a + rows.at[row] + 4 * quad, sizeof four);
     const IntVec states = four - IntVec{};
     for (int v = 0; v < kVecs; v++)
       sums[row][v] = quad_multiply_add(weights[v], states, sums[row][v]);
+    end(row);
   }
 }
 
-// The sums of each row's group (in `group`) begin with its offset times the columns' `zeros`, or
-// kZero where that is null.
-template <int kRows, int32_t kZero = 1>
-__attribute__((always_inline)) inline void begin_group(const char* group, int64_t a_stride,
-                                                       const int32_t* zeros,
-                                                       IntVec (&sums)[kRows][kVecs]) {
-#pragma GCC unroll 12
-  for (int row = 0; row < kRows; row++) {
-    int32_t offset;
-    std::memcpy(&offset, group + row * a_stride + offsetof(StateGroup, offset), sizeof offset);
-    for (int v = 0; v < kVecs; v++) {
-      const IntVec all = offset * kZero - IntVec{};
-      sums[row][v] = zeros ? all * load_int(zeros + v * kLanes) : all;
-    }
-  }
+// What a StateGroup holds, in all lanes.
+inline IntVec base_bits(const char* states) {
+  int32_t bits;
+  std::memcpy(&bits, states + offsetof(StateGroup, base), sizeof bits);
+  return bits - IntVec{};
 }
 
-// totals += the group's sums times its row's scale and, where there are any, the columns' `scales`.
-template <int kRows>
-__attribute__((always_inline)) inline void end_group(const char* group, int64_t a_stride,
-                                                     const float* scales,
-                                                     const IntVec (&sums)[kRows][kVecs],
-                                                     Vec (&totals)[kRows][kVecs]) {
-#pragma GCC unroll 12
-  for (int row = 0; row < kRows; row++) {
-    float scale;
-    std::memcpy(&scale, group + row * a_stride, sizeof scale);
-    for (int v = 0; v < kVecs; v++) {
-      const Vec sum = __builtin_convertvector(sums[row][v], Vec);
-      totals[row][v] =
-          scales ? multiply_add(sum * splat(scale), load(scales + v * kLanes), totals[row][v])
-                 : multiply_add(sum, splat(scale), totals[row][v]);
-    }
-  }
+inline IntVec splat_offset(const char* states) {
+  int32_t offset;
+  std::memcpy(&offset, states + offsetof(StateGroup, offset), sizeof offset);
+  return offset - IntVec{};
+}
+
+// The sums of a row's group, in its `states`, begin as the bits of its base, to which its offset times
+// kFactor is added.
+template <int32_t kFactor = 1>
+__attribute__((always_inline)) inline void begin_group(const char* states,
+                                                       IntVec (&sums)[kVecs]) {
+  const IntVec begin = base_bits(states) + splat_offset(states) * kFactor;
+  for (int v = 0; v < kVecs; v++) sums[v] = begin;
+}
+
+// A group's sums times its scale: what they added to the bits of the base, they added to it in units
+// of the scale.
+inline Vec scaled(const char* states, IntVec sums) {
+  return (Vec)sums - (Vec)base_bits(states);
 }
 
 }  // namespace shoal

@@ -69,7 +69,7 @@ void prepare_row(Format format, const T* in, const int64_t* columns, int64_t k, 
 
 // States of a prepared row that share a scale, at most.
 inline int64_t state_group(Format format, int64_t k, int64_t group) {
-  return is_int4(format) ? int4_state_group(k, group) : kStateGroup;
+  return is_int4(format) ? int4_state_group(k, group) : kInt8StateGroup;
 }
 
 // One whole group of neighbouring states of `num_rows` rows, as prepare_row does with all of a row.
@@ -102,10 +102,14 @@ inline void format_tile(Format format, int rows, const char* a, int64_t a_stride
   if constexpr (kRows <= kStateRows) {
     if (format == Format::kInt8) return int8_rows<kRows>(a, a_stride, panel, k, out, some);
     if (is_int4(format)) {
-      const bool is_short = format == Format::kInt4Short;
-      return has_whole_groups(k, group)
-                 ? int4_rows<kRows, kGroupOctets>(a, a_stride, panel, k, group, is_short, out, some)
-                 : int4_rows<kRows, 0>(a, a_stride, panel, k, group, is_short, out, some);
+      const auto rows_of = [&](auto is_short, auto is_whole) {
+        int4_rows<kRows, is_short, is_whole>(a, a_stride, panel, k, group, out, some);
+      };
+      using Yes = std::true_type;
+      using No = std::false_type;
+      const bool is_whole = has_whole_groups(k, group);
+      if (format == Format::kInt4Short) return is_whole ? rows_of(Yes{}, Yes{}) : rows_of(Yes{}, No{});
+      return is_whole ? rows_of(No{}, Yes{}) : rows_of(No{}, No{});
     }
   }
   switch (format) {
@@ -125,8 +129,8 @@ inline void unpacked_tile(int rows, const char* a, int64_t a_stride, const Int4U
   }
   const Ahead some = ahead.begin ? ahead : Ahead::nothing(panel.values);
   has_whole_groups(k, group)
-      ? unpacked_rows<kRows, kGroupOctets>(a, a_stride, panel, k, group, out, some)
-      : unpacked_rows<kRows, 0>(a, a_stride, panel, k, group, out, some);
+      ? unpacked_rows<kRows, true>(a, a_stride, panel, k, group, out, some)
+      : unpacked_rows<kRows, false>(a, a_stride, panel, k, group, out, some);
 }
 
 // Column `column` of a panel, rounded to T: an embedding's row.

@@ -54,6 +54,13 @@ inline void fetch_line(const void* line) {
 #endif
 }
 
+// The same address. What is read there is read anew, rather than kept in registers that run short.
+template <class T>
+inline const T* read_anew(const T* address) {
+  asm("" : "+r"(address));
+  return address;
+}
+
 inline Vec splat(float value) { return value - Vec{}; }
 
 inline Vec multiply_add(Vec a, Vec b, Vec c) {
