@@ -668,27 +668,32 @@ class Attention {
   alignas(64) float value_scales_[kSpan];
 };
 
-template <class T, class S, bool kPanels>
+template <class T, class S, bool kPanels, class Done>
 void attention_over(Team& team, int64_t number, const AttentionWork& work, const Batch& batch,
                     const AttentionShape& shape, const LayerCache& cache, const T* query, T* out,
-                    float* partials, AttentionScratch<T>& scratch, const BlockMass& mass) {
+                    float* partials, AttentionScratch<T>& scratch, const BlockMass& mass,
+                    const Done& done) {
   team.share(number, work.tasks.size(), 1, [&](int64_t i, int64_t next) {
     Attention<T, S, kPanels>(work.tasks[i], batch, shape, cache, scratch, mass,
                              next < 0 ? nullptr : &work.tasks[next])
         .run(query, out, partials);
+    if (work.tasks[i].partial < 0) done(work.tasks[i]);
   });
   if (work.merges.empty()) return;
   team.share(number + 1, work.merges.size(), 1, [&](int64_t i) {
     Attention<T, S, kPanels>(work.merges[i], batch, shape, cache, scratch, mass)
         .merge_partials(out, partials);
+    done(work.merges[i]);
   });
 }
 
 // Tasks and then merges of one layer; takes operations `number` and `number + 1` of the team.
-template <class T>
+// done(task): what a thread does when it has the whole result of one.
+template <class T, class Done = NothingMore>
 void attention(Team& team, int64_t number, const AttentionWork& work, const Batch& batch,
                const AttentionShape& shape, const LayerCache& cache, const T* query, T* out,
-               float* partials, AttentionScratch<T>& scratch, const BlockMass& mass) {
+               float* partials, AttentionScratch<T>& scratch, const BlockMass& mass,
+               const Done& done = {}) {
   with_stored(cache.type, [&](auto* tag) {
     using S = std::remove_pointer_t<decltype(tag)>;
     if constexpr (std::is_same_v<T, BFloat16> && std::is_same_v<S, float>) {
@@ -697,10 +702,10 @@ void attention(Team& team, int64_t number, const AttentionWork& work, const Batc
       constexpr bool fits = std::is_same_v<T, BFloat16> && std::is_same_v<S, BFloat16>;
       if (fits && cache.keys_in_panels)
         attention_over<T, S, fits>(team, number, work, batch, shape, cache, query, out, partials,
-                                   scratch, mass);
+                                   scratch, mass, done);
       else
         attention_over<T, S, false>(team, number, work, batch, shape, cache, query, out, partials,
-                                    scratch, mass);
+                                    scratch, mass, done);
     }
   });
 }

@@ -243,7 +243,8 @@ inline bool hardware_reads_ahead(int64_t num_rows, int64_t panel_bytes) {
 inline int64_t blocks_of(int64_t num_rows) { return tiles_of(num_rows, 16 * kTileRows); }
 
 struct NothingMore {
-  void operator()(int64_t, int64_t, int64_t, int64_t) const {}
+  template <class... Things>
+  void operator()(const Things&...) const {}
 };
 
 // then: what the thread reads after its last panel. done(block, panel, first, count): what it does

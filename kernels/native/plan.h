@@ -224,7 +224,12 @@ class Plan : public PlanBase {
                         step.groups[group].context_lens};
       const bool masses = step.block_mass && group == 0 && !samples_only;
       works_.push_back({group, masses, samples_only, shape, batch,
-                        attention_work(batch, shape, step.num_threads, !masses)});
+                        attention_work(batch, shape, step.num_threads, !masses), false});
+      const auto& tasks = works_.back().work.tasks;
+      works_.back().whole_rows =
+          std::all_of(tasks.begin(), tasks.end(), [&](const AttentionTask& task) {
+            return task.num_kv_heads == shape.heads.num_kv_heads;
+          });
       if (step.num_tokens >= kBusyRows)
         find_blocks(works_.back().work, batch, shape, block_bytes(step, shape.heads), team_);
       num_partials = std::max(num_partials, works_.back().work.num_partials);
@@ -281,6 +286,21 @@ class Plan : public PlanBase {
     if (next.packed || next.columns || 2 * next.k > op.n) return false;
     const int64_t width = state_group(Format(next.format), next.k, next.group);
     return width % kHalfPanel == 0 && next.k % width == 0;
+  }
+
+  // Whether attention also does the next operation: where its tasks are of whole rows.
+  bool follows_with_tasks(int64_t number) const {
+    const PlanOp& op = ops_[number];
+    if (OpKind(op.kind) != OpKind::kAttention || number + 1 == int64_t(ops_.size())) return false;
+    const PlanOp& next = ops_[number + 1];
+    return OpKind(next.kind) == OpKind::kPrepare && next.in == op.out && !next.packed &&
+           next.k == heads_[op.heads].shape().heads.query_width() &&
+           works_[work_of_[number]].whole_rows;
+  }
+
+  bool is_done_before(int64_t number) const {
+    return follows_with_rows(number - 1) || follows_with_groups(number - 1) ||
+           follows_with_tasks(number - 1);
   }
 
   static int64_t num_state_groups(const PlanOp& op) {
@@ -504,7 +524,7 @@ class Plan : public PlanBase {
                   after(team, number, scratch));
         break;
       case OpKind::kPrepare:
-        if (number && (follows_with_rows(number - 1) || follows_with_groups(number - 1))) break;
+        if (number && is_done_before(number)) break;
         each_row(op.packed ? step.num_samples : num_rows, [&](int64_t i) { prepare(op, i); });
         break;
       case OpKind::kRotateAndWrite: {
@@ -522,9 +542,13 @@ class Plan : public PlanBase {
         const Layout& layout = works_[work_of_[number]];
         const AttentionShape shape = heads_[op.heads].shape();
         const LayerCache cache = cache_of(step, op.layer);
+        const bool prepares = follows_with_tasks(number);
         attention<T>(team, turn, layout.work, layout.batch, shape, cache, row<T>(op.in, 0),
                      row<T>(op.out, 0), partials_.data(), scratch,
-                     layout.masses ? mass : BlockMass{});
+                     layout.masses ? mass : BlockMass{}, [&](const AttentionTask& task) {
+                       for (int64_t i = 0; prepares && i < task.num_tokens; i++)
+                         prepare(ops_[number + 1], task.first_row + i);
+                     });
         scratch.pieces = pieces_before(number + 1, step);
         break;
       }
@@ -568,6 +592,7 @@ class Plan : public PlanBase {
     AttentionShape shape;
     Batch batch;
     AttentionWork work;
+    bool whole_rows;  // whose tasks are of all heads
   };
 
   std::vector<PlanOp> ops_;

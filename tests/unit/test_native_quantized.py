@@ -299,6 +299,12 @@ def test_a_whole_model(
     spread = 0.5 if dtype == torch.bfloat16 or kind == "int8" else 2e-3
     assert (whole - reference).abs().mean() <= spread * reference.abs().mean()
     assert torch.equal(logits(model, 20, *[1] * 17), whole)
+    # Nine at once: attention's tasks are then of whole rows.
+    tables = [list(range(1 + 6 * i, 7 + 6 * i)) for i in range(9)]
+    sequences, kv = [make_paged_sequence(ids[:21], table) for table in tables], make_cache(model)
+    run_step(model, kv, *((sequence, 20) for sequence in sequences))
+    together = run_step(model, kv, *((sequence, 1) for sequence in sequences))
+    assert torch.equal(together, whole[20].expand(9, -1))
 
 
 @pytest.mark.parametrize("flags", ["-mavx2 -mfma", "-march=x86-64"], ids=["avx2", "portable"])
