@@ -28,6 +28,7 @@ from shoal.backend.raw_request import RawRequest
 from shoal.backend.responder import Responder, ResponseStream
 from shoal.scheduler.errors import RequestError
 
+LOOK_S = 0.25  # between two looks whether the client process is there: each asks the server
 TEXTS = ("text", "reasoning", "logprobs", "prompt_logprobs", "tool_calls")
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Channel:
         self._slots: dict[int, Slot] = {}  # by ref, until its last delta is sent
         self._used_at = clock()
         self._num_sent = 0
-        self._sent_at = clock()
+        self._sent_at = self._looked_at = clock()
         self._num_read = 0
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -158,9 +159,11 @@ class Channel:
 
     def poll(self) -> None:
         """See whether the client has gone, or has had nothing to ask for a while."""
-        if self._reply.is_cancelled():
-            self.close()
-            return
+        if self._clock() - self._looked_at >= LOOK_S:
+            self._looked_at = self._clock()
+            if self._reply.is_cancelled():
+                self.close()
+                return
         if self.can_send:
             self._responder.resume(self)
             if self._slots and self._clock() - self._sent_at >= PULSE_S:

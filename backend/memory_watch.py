@@ -6,11 +6,10 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
 import torch
 
 from shoal.backend.engine_config import ConfigError
-from shoal.backend.machine import available_memory
+from shoal.backend.machine import available_memory, resident_bytes
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -43,8 +42,7 @@ class HostMemoryWatch:
     """
 
     def __init__(self, ceiling_bytes: int | None = None, host_kv_bytes: int = 0) -> None:
-        self._process = psutil.Process()
-        used = self._process.memory_info().rss
+        used = resident_bytes()
         needed = used + host_kv_bytes
         if ceiling_bytes is not None and ceiling_bytes <= needed:
             beside = f", and host_kv_mib {host_kv_bytes // MIB} more" if host_kv_bytes else ""
@@ -57,7 +55,7 @@ class HostMemoryWatch:
         self._trim = _malloc_trim()
 
     def read(self) -> MemoryReading:
-        left = self._ceiling - self._process.memory_info().rss
+        left = self._ceiling - resident_bytes()
         return MemoryReading(self._ceiling, min(left, available_memory(CPU)))
 
     def release(self) -> None:

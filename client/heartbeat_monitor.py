@@ -40,10 +40,13 @@ class HeartbeatMonitor:
         version: str = "",
         *,
         lost_after_s: float = 2.0,
+        interval_ms: int | None = None,
     ) -> None:
+        """``interval_ms``: between two beats; by default ``INTERVAL_MS``."""
         self.model = model
         self.version = version
         self.lost_after_s = lost_after_s
+        self._interval_ms = interval_ms
         self.last: Heartbeat | None = None
         self.is_lost = False
         self.on_lost: list[Callback] = []
@@ -123,8 +126,9 @@ class HeartbeatMonitor:
         """One ask; returns the number of beats. Raises TimeoutError when it falls silent."""
         count = 0
         refused = Counter(self.refused)
+        interval_ms = self._interval_ms or INTERVAL_MS
         beats = server.heartbeats(
-            self.model, self.version, interval_ms=INTERVAL_MS, count=COUNT, refused=refused
+            self.model, self.version, interval_ms=interval_ms, count=COUNT, refused=refused
         )
         async with contextlib.aclosing(beats), asyncio.timeout(SILENCE_S) as silence:
             async for beat in beats:

@@ -29,6 +29,8 @@ from shoal.client.cli.runtime import (
 from shoal.client.cli.settings import ServeSettings
 from shoal.client.openai.tls import trusted_by
 
+BEAT_MS = 500  # whoever asks for more beats takes time from the models: some ms for each
+
 
 def serve(settings: ServeSettings) -> int:
     """Serve until told to stop; returns the exit status. Raises ConfigError before the start."""
@@ -145,7 +147,7 @@ async def _supervise(settings: ServeSettings, runtime: TritonRuntime, run_dir: R
         models=settings.model,
         drain_timeout_s=settings.drain_timeout_s,
         control=lambda: TritonControl(settings.grpc_url, control_key),
-        monitor=lambda name: HeartbeatMonitor(settings.grpc_url, name),
+        monitor=lambda name: HeartbeatMonitor(settings.grpc_url, name, interval_ms=BEAT_MS),
         shim_is_ready=lambda: shims_ready(settings),
         on_ready=lambda: print(ready_text(settings, run_dir.logs), flush=True),
         after_server=lambda: remove_shared_memory(shm_prefix),
