@@ -306,8 +306,12 @@ class Responder:
         while not self._stopping.wait(self._poll_s):
             with self._condition:
                 waiting, bundles = list(self._open), list(self._bundles)
+            now = time.monotonic()
             for opened in waiting:
-                self._poll(opened)
+                if opened.bundle is None:
+                    self._poll(opened, now)
+                elif opened.stream and now - opened.last_sent >= self._keep_alive_s:
+                    self._keep_alive(opened)
             for bundle in bundles:
                 self._poll_bundle(bundle)
 
@@ -317,11 +321,7 @@ class Responder:
         except Exception:
             log.exception("the requests of one client could not be looked after")
 
-    def _poll(self, opened: ResponseStream) -> None:
-        if opened.bundle is not None:
-            if opened.stream:
-                self._keep_alive(opened)
-            return
+    def _poll(self, opened: ResponseStream, now: float) -> None:
         if opened.closed or opened.cancel is None or opened.cancel_seen:
             return
         try:
@@ -331,7 +331,7 @@ class Responder:
             gone = True
         if gone:
             self._cancel(opened)
-        elif opened.stream:
+        elif opened.stream and now - opened.last_sent >= self._keep_alive_s:
             self._keep_alive(opened)
 
     def _cancel(self, opened: ResponseStream) -> None:
@@ -340,8 +340,6 @@ class Responder:
             opened.cancel()
 
     def _keep_alive(self, opened: ResponseStream) -> None:
-        if time.monotonic() - opened.last_sent < self._keep_alive_s:
-            return
         with self._condition:
             if not opened.closed:
                 self._enqueue(opened)

@@ -117,7 +117,7 @@ class SamplingParams:
         """Of one of the ``n`` choices. The first is what a request for one would get; the seeds of
         the others follow from its own."""
         if index == 0 or self.seed is None:
-            return replace(self, n=1)
+            return self if self.n == 1 else replace(self, n=1)
         digest = sha256(f"{self.seed}/{index}".encode()).digest()
         seed = int.from_bytes(digest[:8]) & MAX_SEED
         return replace(self, n=1, seed=seed)
