@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from shoal.backend.engine_config import ConfigError, EngineConfig
+from shoal.backend.garbage import settle
 from shoal.backend.weights.catalogue import CATALOGUE
 from shoal.client.cli.console import Console, ConsoleHandler
 from shoal.client.cli.fetch import fetch_model, repair_runtime
@@ -30,6 +31,9 @@ from shoal.client.cli.settings import ServeSettings
 from shoal.client.openai.tls import trusted_by
 
 BEAT_MS = 500  # whoever asks for more beats takes time from the models: some ms for each
+# What a gRPC client reads wakes one thread, not three in turn, each of which would take a core from
+# the model.
+GRPC_EXPERIMENTS = "-event_engine_client"
 
 
 def serve(settings: ServeSettings) -> int:
@@ -130,26 +134,35 @@ def repository_models(repository: Path) -> list[str]:
 
 
 async def _supervise(settings: ServeSettings, runtime: TritonRuntime, run_dir: RunDir) -> int:
+    control_key = secrets.token_urlsafe(24)
+    shm_prefix = f"shoal_{os.getuid()}_{settings.grpc_port}_"
+    server = _server_spec(settings, runtime, run_dir, shm_prefix, control_key)
+    shims = _shim_specs(settings, run_dir, control_key)
+    # For our own client, not for tritonserver.
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     # tritonclient takes half a second to import: only now.
     from shoal.client.cli.supervisor import ServePlan, Supervisor
     from shoal.client.cli.triton_control import TritonControl
     from shoal.client.heartbeat_monitor import HeartbeatMonitor
 
-    control_key = secrets.token_urlsafe(24)
-    shm_prefix = f"shoal_{os.getuid()}_{settings.grpc_port}_"
     # The gRPC port was free, so whoever left regions of that name is gone.
     remove_shared_memory(shm_prefix)
     console = Console(settings.log_level, settings.log_format)
     logging.getLogger("shoal").addHandler(ConsoleHandler(console))
+
+    def on_ready() -> None:
+        print(ready_text(settings, run_dir.logs), flush=True)
+        settle()
+
     plan = ServePlan(
-        server=_server_spec(settings, runtime, run_dir, shm_prefix, control_key),
-        shims=_shim_specs(settings, run_dir, control_key),
+        server=server,
+        shims=shims,
         models=settings.model,
         drain_timeout_s=settings.drain_timeout_s,
         control=lambda: TritonControl(settings.grpc_url, control_key),
         monitor=lambda name: HeartbeatMonitor(settings.grpc_url, name, interval_ms=BEAT_MS),
         shim_is_ready=lambda: shims_ready(settings),
-        on_ready=lambda: print(ready_text(settings, run_dir.logs), flush=True),
+        on_ready=on_ready,
         after_server=lambda: remove_shared_memory(shm_prefix),
         kill_stub=lambda pid, name: kill_stubs(pid, model_repository(settings) / name),
     )
@@ -218,9 +231,7 @@ def _shim_specs(settings: ServeSettings, run_dir: RunDir, control_key: str) -> l
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",
         "SHOAL_CONTROL_KEY": control_key,
-        # What is read wakes one thread, not three in turn, each of which would take a core from
-        # the model.
-        "GRPC_EXPERIMENTS": os.environ.get("GRPC_EXPERIMENTS", "-event_engine_client"),
+        "GRPC_EXPERIMENTS": os.environ.get("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS),
     }
     names = [f"openai-api-{number}" for number in range(1, num_workers + 1)]
     return [
