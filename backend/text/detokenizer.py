@@ -1,6 +1,7 @@
 """Text from token ids, one at a time."""
 
 import codecs
+from collections.abc import Iterable
 
 from shoal.backend.text.tokenizer import Tokenizer
 
@@ -24,6 +25,16 @@ class IncrementalDetokenizer:
         if self._tokenizer.is_special(token_id) and token_id not in self._visible:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """The same of several tokens, which are decoded at once."""
+        tokenizer, visible = self._tokenizer, self._visible
+        pieces = [
+            tokenizer.token_bytes(token_id)
+            for token_id in token_ids
+            if not tokenizer.is_special(token_id) or token_id in visible
+        ]
+        return self._decoder.decode(b"".join(pieces))
 
     @property
     def in_character(self) -> bool:

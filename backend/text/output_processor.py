@@ -71,7 +71,7 @@ class OutputProcessor:
     def push_plain(self, token_ids: Sequence[int]) -> str:
         """Take tokens after which the output goes on, while ``is_plain``. Mutates."""
         self.num_output_tokens += len(token_ids)
-        return "".join(map(self._detokenizer.push, token_ids))
+        return self._detokenizer.push_all(token_ids)
 
     def push(
         self, token: SampledToken | None, finish_reason: FinishReason | None = None

@@ -32,6 +32,16 @@ def test_pieces_join_to_full_decode_of_the_real_vocabulary(
     assert "".join(pieces_of(smollm2_tokenizer, token_ids)) == full
 
 
+@given(st.lists(st.integers(0, 258)), st.integers(1, 5))
+def test_several_tokens_at_once_give_the_same_text(token_ids: list[int], size: int) -> None:
+    one_by_one = IncrementalDetokenizer(TOKENIZER)
+    together = IncrementalDetokenizer(TOKENIZER)
+    for start in range(0, len(token_ids), size):
+        part = token_ids[start : start + size]
+        assert together.push_all(part) == "".join(map(one_by_one.push, part))
+    assert together.finish() == one_by_one.finish()
+
+
 @given(st.text())
 def test_whole_characters_only(text: str) -> None:
     pieces = pieces_of(TOKENIZER, list(text.encode()))
