@@ -6,7 +6,7 @@
 // points, that of the even group low.
 // A word of values: k = j lies in the low half of byte j, k = 4 + j in the high half.
 // A prepared row: the states in the order of the columns, k padded to 8 with zeros, then at the end
-// of the row a StateGroup for each of `int4_state_group`, and room for one.
+// of the row a StateGroup for each of `int4_state_group`, and room for one; before them their tables.
 #pragma once
 
 #include <numeric>
@@ -41,8 +41,25 @@ inline int64_t int4_tail_bytes(int64_t k, int64_t group) {
   return tail_bytes(num_groups(k, int4_state_group(k, group)));
 }
 
+// A group's states also have a table of what their sums begin with, by the zero point below 16, where
+// that can be looked up at once.
+constexpr int64_t kTableBytes = kLanes == 16 ? 64 : 0;
+
+inline int64_t int4_table_at(int64_t k) { return round_up(k, kRowAlign); }
+
 inline int64_t int4_row_bytes(int64_t k, int64_t group) {
-  return round_up(round_up(k, 8) + int4_tail_bytes(k, group), kRowAlign);
+  const int64_t tables = num_groups(k, int4_state_group(k, group)) * kTableBytes;
+  return round_up(int4_table_at(k) + tables + int4_tail_bytes(k, group), kRowAlign);
+}
+
+inline void write_table(const char* states, char* table) {
+  if constexpr (kTableBytes > 0) {
+    alignas(64) static constexpr int32_t kZeros[16] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                       8, 9, 10, 11, 12, 13, 14, 15};
+    for (int i = 0; i < 16; i += kLanes)
+      store_int(reinterpret_cast<int32_t*>(table) + i,
+                base_bits(states) + splat_offset(states) * load_int(kZeros + i));
+  }
 }
 
 // columns: which feature each column takes, or null for their own order.
@@ -52,6 +69,8 @@ void prepare_int4(const T* in, const int64_t* columns, int64_t k, int64_t group,
   char* tail = out + int4_row_bytes(k, group) - int4_tail_bytes(k, group);
   quantize_row(in, columns, k, int4_state_group(k, group), kInt4Factor, values, tail);
   for (int64_t i = k; i < round_up(k, 8); i++) values[i] = 0;
+  for (int64_t i = 0; i < num_groups(k, int4_state_group(k, group)); i++)
+    write_table(tail + i * sizeof(StateGroup), out + int4_table_at(k) + i * kTableBytes);
 }
 
 inline IntVec widen(const uint8_t* source) {
@@ -126,24 +145,22 @@ __attribute__((always_inline)) inline void int4_group(const char* a, const RowsA
   }
 }
 
-// A row's sums begin with its offset times the columns' zero points, of which short heads have 16
-// kinds: looked up rather than multiplied, which would hold up the products.
+// A row's sums begin with its offset times the columns' zero points: looked up, if kShort, rather than
+// multiplied, which would hold up the products.
 template <bool kShort>
-__attribute__((always_inline)) inline void int4_begin(const char* states, const int32_t* zeros,
+__attribute__((always_inline)) inline void int4_begin(const char* states, const char* table,
+                                                      const int32_t* zeros,
                                                       IntVec (&sums)[kVecs]) {
-  const IntVec base = base_bits(states), offset = splat_offset(states);
 #if defined(__AVX512F__)
   if constexpr (kShort) {
-    alignas(64) static constexpr int32_t kKinds[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
-                                                           8, 9, 10, 11, 12, 13, 14, 15};
-    const IntVec begins = base + offset * load_int(read_anew(kKinds));
     const int32_t* at = read_anew(zeros);
     for (int v = 0; v < kVecs; v++)
       sums[v] = (IntVec)_mm512_permutexvar_epi32((__m512i)load_int(at + v * kLanes),
-                                                 (__m512i)begins);
+                                                 (__m512i)load_int(table));
     return;
   }
 #endif
+  const IntVec base = base_bits(states), offset = splat_offset(states);
   for (int v = 0; v < kVecs; v++) sums[v] = base + offset * load_int(zeros + v * kLanes);
 }
 
@@ -164,6 +181,7 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
   const int64_t width = kWhole ? kStateGroup : int4_state_group(k, group);
   const char* words = panel + int4_head_bytes(groups, kShort);
   const char* states = a + a_stride - int4_tail_bytes(k, group);
+  const char* tables = a + int4_table_at(k);
   Int4Heads heads;
   heads.read(panel, groups, 0, kShort);
   const RowsAt<kRows> rows(a_stride);
@@ -171,7 +189,7 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
   IntVec sums[kRows][kVecs];
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; row++)
-    int4_begin<kShort>(states + rows.at[row], heads.zeros, sums[row]);
+    int4_begin<kShort>(states + rows.at[row], tables + rows.at[row], heads.zeros, sums[row]);
   int64_t next_head = group, g = 0;
   for (int64_t first = 0, step = 0; first < k; first += width, step++) {
     const int64_t num_octets = (std::min(width, k - first) + 7) / 8;
@@ -181,7 +199,8 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
     const auto end = [&](int row) __attribute__((always_inline)) {
       const char* of_row = states + rows.at[row];
       int4_end(of_row, heads.scales, sums[row], totals[row]);
-      int4_begin<kShort>(of_row + sizeof(StateGroup), heads.zeros, sums[row]);
+      int4_begin<kShort>(of_row + sizeof(StateGroup), tables + kTableBytes + rows.at[row],
+                         heads.zeros, sums[row]);
     };
     int4_group<kRows, kWhole ? kStateGroup / 8 : 0>(a, rows, words, num_octets, sums, end);
     if (is_other_head) {
@@ -189,6 +208,7 @@ __attribute__((noinline)) void int4_rows(const char* a, int64_t a_stride, const 
       next_head += group;
     }
     states += sizeof(StateGroup);
+    tables += kTableBytes;
     a += width;
     words += width / 8 * 4 * kPanel;
   }

@@ -83,6 +83,8 @@ void prepare_group(Format format, const T* in, int64_t in_width, int64_t k, int6
   const GroupsAt<T> at{in + number * width, in_width, reinterpret_cast<int8_t*>(out) + number * width,
                        bytes, tail, bytes};
   quantize_all(at, num_rows, width, is_4_bits ? kInt4Factor : kInt8Factor);
+  for (int64_t i = 0; is_4_bits && i < num_rows; i++)
+    write_table(tail + i * bytes, out + i * bytes + int4_table_at(k) + number * kTableBytes);
 }
 
 // Rows of a tile at most.
