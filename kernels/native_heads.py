@@ -60,7 +60,7 @@ class HeadNorms:
 
 
 class PlanHeads(ctypes.Structure):
-    """As in ``native/plan.h``. Whoever makes one keeps the norms' weights alive."""
+    """As in ``native/plan_step.h``. Whoever makes one keeps the norms' weights alive."""
 
     _fields_ = [
         ("num_heads", ctypes.c_int64),
@@ -147,7 +147,7 @@ def check_cache(cache: LayerCache, dtype: torch.dtype) -> None:
 
 
 class BatchArguments(ctypes.Structure):
-    """Batch of ``native/attention.h``."""
+    """Batch of ``native/attention_work.h``."""
 
     _fields_ = [
         ("num_seqs", ctypes.c_int64),

@@ -21,7 +21,7 @@ MODEL_TYPE = None  # a buffer's type: that of the weights
 
 
 class OpKind(IntEnum):
-    """As in ``native/plan.h``."""
+    """As in ``native/plan_step.h``."""
 
     EMBED = 0
     ROTARY_ANGLES = 1
@@ -121,7 +121,7 @@ _STEP_POINTERS = (
 
 
 class StepArguments(ctypes.Structure):
-    """One step's sizes and the addresses of its tensors; ``native/plan.h`` has their shapes."""
+    """One step's sizes and the addresses of its tensors; ``native/plan_step.h`` has their shapes."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _STEP_SIZES),
