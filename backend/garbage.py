@@ -30,7 +30,8 @@ def _collapse_heap() -> None:
     """Whatever cannot be moved, for want of memory or on an older system, stays where it is."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with open("/proc/self/maps", encoding="utf-8") as maps:
+    # A mapped file's name may be any bytes.
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         ranges = heap_ranges(maps)
     for start, end in ranges:
         madvise(start, end - start, MADV_COLLAPSE)

@@ -16,7 +16,7 @@ from shoal.client.types import Heartbeat
 logger = logging.getLogger("shoal.heartbeat")
 
 INTERVAL_MS = 250
-COUNT = 20  # beats per ask; bounded, so that a heartbeat never holds up an unload
+COUNT = 20  # beats of INTERVAL_MS per ask; bounded in time, as each ask holds up an unload
 SILENCE_S = 1.5  # without a beat for so long, ask anew
 RETRY_S = 0.25
 READY_AGE_S = 2.0
@@ -127,8 +127,9 @@ class HeartbeatMonitor:
         count = 0
         refused = Counter(self.refused)
         interval_ms = self._interval_ms or INTERVAL_MS
+        most = max(1, COUNT * INTERVAL_MS // interval_ms)
         beats = server.heartbeats(
-            self.model, self.version, interval_ms=interval_ms, count=COUNT, refused=refused
+            self.model, self.version, interval_ms=interval_ms, count=most, refused=refused
         )
         async with contextlib.aclosing(beats), asyncio.timeout(SILENCE_S) as silence:
             async for beat in beats:

@@ -1,10 +1,12 @@
 """Objects that are there from the start are not the collector's any more."""
 
 import gc
+import mmap
 import os
 import weakref
 from collections.abc import Iterator
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,15 @@ def test_what_lies_on_the_heap_stays_as_it_was() -> None:
     digests = [sha256(piece).digest() for piece in pieces]
     settle()
     assert [sha256(piece).digest() for piece in pieces] == digests
+
+
+def test_a_mapped_file_may_have_any_name(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/mod\xe8le"
+    with open(path, "w+b") as file:
+        file.write(bytes(mmap.PAGESIZE))
+        file.flush()
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            settle()
 
 
 def test_only_whole_pages_of_the_heap_are_moved() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from fake_triton import MODEL, FakeTriton
@@ -106,3 +107,24 @@ async def test_stop_cancels_the_stream(fake: FakeTriton) -> None:
     await asyncio.sleep(0.3)
     assert fake.model.num_control == asked
     await asyncio.to_thread(wait_until, lambda: watcher.age_s > 0.2, "still beating")
+
+
+async def test_an_ask_takes_as_long_whatever_its_beats_interval(
+    monitor: HeartbeatMonitor, fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await monitor.stop()
+    asked: list[dict[str, Any]] = []
+    heartbeats = TritonStream.heartbeats
+
+    def noted(self: TritonStream, *arguments: Any, **options: Any) -> Any:
+        asked.append(options)
+        return heartbeats(self, *arguments, **options)
+
+    monkeypatch.setattr(TritonStream, "heartbeats", noted)
+    for interval_ms in (None, 100, 5000):
+        watcher = HeartbeatMonitor(fake.url, MODEL, interval_ms=interval_ms)
+        watcher.start()
+        assert await watcher.wait_ready(10)
+        await watcher.stop()
+    told = [(options["interval_ms"], options["count"]) for options in asked]
+    assert told == [(50, 20), (100, 10), (5000, 1)]
