@@ -39,13 +39,17 @@ def _collapse_heap() -> None:
 
 def heap_ranges(maps: Iterable[str]) -> list[tuple[int, int]]:
     """Whole huge pages of private memory that is no file's, of a process' maps: malloc's heap and
-    Python's arenas. Threads' stacks, which look alike, refuse to be moved."""
+    Python's arenas. Threads' stacks look alike but for the guard below; mostly empty, they would be
+    filled where the system (before 6.7) does not refuse to move them."""
     ranges = []
+    guard_end = 0
     for line in maps:
         addresses, access, *_, name = [*line.split(None, 5), ""][:6]
-        if access != "rw-p" or name.strip() not in ("", "[heap]"):
-            continue
         first, last = (int(address, 16) for address in addresses.split("-"))
+        is_stack = first == guard_end
+        guard_end = last if access == "---p" and last - first < HUGE_PAGE else 0
+        if is_stack or access != "rw-p" or name.strip() not in ("", "[heap]"):
+            continue
         start, end = -(-first // HUGE_PAGE) * HUGE_PAGE, last // HUGE_PAGE * HUGE_PAGE
         if start < end:
             ranges.append((start, end))
