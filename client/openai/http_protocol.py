@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with the limits it lacks: size, number and time of request heads."""
 
 import asyncio
+from collections import deque
 from typing import Any
 
 from starlette.types import Scope
@@ -58,6 +59,7 @@ def limited_protocol(max_head_bytes: int, max_headers: int) -> type[HttpToolsPro
             self._head_bytes = 0
             self._tail = b""  # the last bytes of the head so far: its end may be split
             self._head_timer: asyncio.TimerHandle | None = None
+            self._cycles: deque[RequestResponseCycle] = deque()  # not answered; the first one runs
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -66,6 +68,11 @@ def limited_protocol(max_head_bytes: int, max_headers: int) -> type[HttpToolsPro
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             super().connection_lost(exc)
+            # It tells the last of pipelined requests alone.
+            for cycle in self._cycles:
+                cycle.disconnected = not cycle.response_complete
+                cycle.message_event.set()
+            self._cycles.clear()
 
         def data_received(self, data: bytes) -> None:
             # Counted before parsing: the parser keeps all it has of a header that never ends.
@@ -90,6 +97,9 @@ def limited_protocol(max_head_bytes: int, max_headers: int) -> type[HttpToolsPro
             self._stop_timer()
             super().on_headers_complete()
             if self.cycle is not None:
+                while self._cycles and self._cycles[0].response_complete:
+                    self._cycles.popleft()
+                self._cycles.append(self.cycle)
                 self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle)}  # type: ignore[typeddict-item]
 
         def on_message_complete(self) -> None:

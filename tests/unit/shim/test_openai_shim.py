@@ -219,6 +219,22 @@ def test_client_that_leaves_cancels(
     wait_until(lambda: tracker.num_open == 0, "the request is still open")
 
 
+def test_client_that_leaves_with_another_request_behind_cancels(
+    running: ShimThread, model: FakeModel
+) -> None:
+    model.script = silent
+    body = json.dumps(chat(stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        connection.sendall(request + request)
+        wait_until(lambda: model.requests, "no request")
+    assert model.requests[0].cancelled.wait(3)  # before its silence ends it
+    tracker = running.server._tracker
+    wait_until(lambda: tracker.num_open == 0, "the request is still open")
+    assert len(model.requests) == 1
+
+
 def test_64_streams_each_finish_once(http: httpx.Client) -> None:
     def run(_: int) -> list[str]:
         received = events(http, CHAT, chat(stream=True, max_tokens=5))
