@@ -128,7 +128,11 @@ def limited_protocol(max_head_bytes: int, max_headers: int) -> type[HttpToolsPro
             self.transport.close()
 
         def _close_idle(self) -> None:
-            self.transport.close()
+            self._head_timer = None
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._start_timer()  # the next request may take its time while one is answered
+            else:
+                self.transport.close()
 
         def _start_timer(self) -> None:
             if self._head_timer is None:

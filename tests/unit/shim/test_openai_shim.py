@@ -22,6 +22,8 @@ from shim_calls import (
 )
 from shim_thread import ShimThread, wait_until
 
+from shoal.client.openai import http_protocol
+
 
 def test_chat_with_the_official_client(client: openai.OpenAI, model: FakeModel) -> None:
     model.num_cached_tokens = 1
@@ -233,6 +235,23 @@ def test_client_that_leaves_with_another_request_behind_cancels(
     tracker = running.server._tracker
     wait_until(lambda: tracker.num_open == 0, "the request is still open")
     assert len(model.requests) == 1
+
+
+def test_an_empty_line_behind_a_request_does_not_cut_its_answer(
+    running: ShimThread, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.1)
+    pieces = [*[Piece("x", delay_s=0.02)] * 20, Piece("!", finish_reason="length")]
+    model.script = lambda _: iter(pieces)
+    body = json.dumps(chat(stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=10) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        received = connection.recv(65536)
+        connection.sendall(b"\r\n")
+        while piece := connection.recv(65536):  # then the timer closes the connection
+            received += piece
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_64_streams_each_finish_once(http: httpx.Client) -> None:
