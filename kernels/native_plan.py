@@ -121,7 +121,7 @@ _STEP_POINTERS = (
 
 
 class StepArguments(ctypes.Structure):
-    """One step's sizes and the addresses of its tensors; ``native/plan_step.h`` has their shapes."""
+    """A step: sizes and addresses of tensors, whose shapes ``native/plan_step.h`` has."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _STEP_SIZES),
