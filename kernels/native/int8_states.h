@@ -35,10 +35,13 @@ struct StateGroup {
 // where 127 scales still reach it. Floats by their bits.
 constexpr int32_t kHugeState = 237 << 23;       // 2^110: bases stay finite below
 constexpr int32_t kAbove = 0x1ffff;             // 127 / 64 is the last that is cut to 1
-constexpr int32_t kInverse = (254 + 6) << 23;   // less the power's bits: 64 / power
+constexpr uint32_t kInverse = (254u + 6) << 23;  // less the power's bits: 64 / power
 constexpr int32_t kBase = (17 << 23) | 1 << 22;  // more than the power's bits: 1.5 * 2^23 / 64 powers
 
 inline int32_t power_above(int32_t bits) { return (bits + kAbove) & 0x7f800000; }
+
+constexpr int32_t inverse_bits(int32_t power) { return int32_t(kInverse - uint32_t(power)); }
+static_assert(inverse_bits(127 << 23) == 133 << 23);  // no constant, if it overflowed
 
 inline float from_bits(int32_t bits) {
   float out;
@@ -102,7 +105,7 @@ StateGroup quantize_states(const T* in, const int64_t* columns, int64_t count, i
     return {std::nanf(""), 0};
   }
   const int32_t power = power_above(highest_bits);
-  const float inverse = highest > kTinyState ? from_bits(kInverse - power) : 0.0f;
+  const float inverse = highest > kTinyState ? from_bits(inverse_bits(power)) : 0.0f;
   for (int i = 0; i < kNumVecs; i++) {
     // Adding 1.5 * 2^23 rounds to the nearest whole number, ties to even.
     const Vec magic = splat(12582912.0f);
@@ -204,7 +207,7 @@ __attribute__((always_inline)) inline void quantize_groups(GroupsAt<BFloat16> at
   const __m128i power =
       _mm_and_si128(_mm_add_epi32(bits, _mm_set1_epi32(kAbove)), _mm_set1_epi32(0x7f800000));
   const __m128 inverse =
-      _mm_castsi128_ps(_mm_maskz_sub_epi32(some, _mm_set1_epi32(kInverse), power));
+      _mm_castsi128_ps(_mm_maskz_sub_epi32(some, _mm_set1_epi32(int32_t(kInverse)), power));
   const __m128i base =
       _mm_mask_add_epi32(_mm_set1_epi32(0x7fc00000), finite, power, _mm_set1_epi32(kBase));
   // To the nearest whole number, ties to even.
