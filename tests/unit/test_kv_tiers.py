@@ -1,6 +1,7 @@
 """A tiny real model under pressure: the same text from checkpoints, host, disk and recompute."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from builders import make_sampling, make_sequence
 from tiny_checkpoint import write_tiny_checkpoint, write_tiny_windowed
 from tiny_runs import BLOCK_SIZE, generate, make_kv_cache
 
+from shoal.backend import engine_builder
 from shoal.backend.engine_builder import build_engine
 from shoal.backend.engine_config import ConfigError, EngineConfig
 from shoal.backend.host_kv import HostKV
+from shoal.backend.kv_cache import PagedKVCache
 from shoal.backend.kv_disk import KVDisk
 from shoal.backend.kv_fingerprint import kv_fingerprint
 from shoal.backend.messages import AddSequence
@@ -298,6 +301,36 @@ def test_the_engine_writes_to_disk_what_the_host_has_no_room_for(checkpoint, tmp
     assert squeezed == plenty
     assert status.memory.num_demoted_blocks > status.memory.host_blocks_total
     assert status.memory.disk_blocks > 0
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_an_engines_keys_come_back_in_their_panels(checkpoint, native, monkeypatch, quantization):
+    if not native.has_bf16:
+        pytest.skip("panels are for bfloat16")
+    made = []
+
+    def make_cache(*args):
+        made.append(PagedKVCache(*args))
+        return made[-1]
+
+    monkeypatch.setattr(engine_builder, "PagedKVCache", make_cache)
+
+    def run(**settings):
+        config = replace(
+            engine_config(checkpoint, **settings),
+            dtype="bfloat16",
+            kernels="native",
+            block_size=16,
+            quantization=quantization,
+        )
+        return run_engine(config)
+
+    plenty, status = run(num_kv_blocks=100)
+    assert status.num_preemptions == 0
+    squeezed, status = run(num_kv_blocks=9, host_kv_mib=1, prefix_caching=False)
+    assert status.num_preemptions > 0
+    assert squeezed == plenty
+    assert [cache.keys_in_panels for cache in made] == [True, True]
 
 
 @pytest.mark.parametrize(
