@@ -16,7 +16,7 @@ namespace shoal {
 
 constexpr int64_t kRowAlign = 64;
 constexpr int64_t kStateGroup = 64;  // at most; whole numbers of four
-constexpr float kTinyState = 1e-30f;  // below it 127 / x might be infinite
+constexpr float kTinyState = 1e-30f;  // below it 1 / scale might be infinite
 // Rows of a tile: one group's sums and the totals, both in registers where there are 32.
 #if defined(__AVX512F__)
 constexpr int kStateRows = 6;
@@ -79,7 +79,7 @@ inline int32_t max_lanes(IntVec value) {
 }
 
 // `count` states, as quantize_tokens in quantized_weights.py, to as many bytes; `columns` says which
-// of `in` they are, or is null. Returns their scale, NaN where one is not finite, and their sum.
+// of `in` they are, or is null. Returns their base and their sum.
 template <class T>
 StateGroup quantize_states(const T* in, const int64_t* columns, int64_t count, int8_t* out) {
   constexpr int kNumVecs = kStateGroup / kLanes;
