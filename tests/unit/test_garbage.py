@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.backend.garbage import heap_ranges, settle
+from shoal.backend.garbage import HUGE_PAGE, heap_ranges, mostly_there, settle
 
 
 class Knot:
@@ -57,6 +57,29 @@ def test_a_mapped_file_may_have_any_name(tmp_path: Path) -> None:
         file.flush()
         with mmap.mmap(file.fileno(), mmap.PAGESIZE):
             settle()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_what_is_mostly_empty_is_not_filled() -> None:
+    num_pages = 32
+    with mmap.mmap(-1, (num_pages + 1) * HUGE_PAGE, flags=mmap.MAP_PRIVATE) as sparse:
+        sparse.madvise(mmap.MADV_NOHUGEPAGE)
+        for page in range(num_pages):
+            sparse[page * HUGE_PAGE] = 1
+        sparse.madvise(mmap.MADV_HUGEPAGE)
+        before = resident_bytes()
+        settle()
+        assert resident_bytes() - before < num_pages // 2 * HUGE_PAGE
+
+
+def test_three_quarters_are_mostly() -> None:
+    there, absent = bytes(7) + b"\x81", bytes(7) + b"\x01"
+    assert mostly_there(there * 3 + absent)
+    assert not mostly_there(there * 2 + absent * 2)
+    assert not mostly_there(b"")
 
 
 def test_only_whole_pages_of_the_heap_are_moved() -> None:
